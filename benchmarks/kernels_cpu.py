@@ -25,6 +25,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 
 import torch
@@ -37,7 +38,8 @@ from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels,
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
-from motet.kernels.sampling import Draw
+from motet.kernels.norms import ACTIVATIONS
+from motet.kernels.sampling import Draw, DrawParams
 from motet.workers.execution.device_rows import make_inputs
 from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
 from motet.workers.models.rotary import rotary_table
@@ -254,18 +256,21 @@ def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) 
     pairs: dict[str, tuple[Call, Call]] = {
         "norm": (lambda: native.rms_norm(x, weight, 1e-5), lambda: twin.rms_norm(x, weight, 1e-5)),
         "add + norm": (lambda: native.add_rms_norm(x, x, weight, 1e-5), lambda: twin.add_rms_norm(x, x, weight, 1e-5)),
-        "silu * mul": (lambda: native.silu_mul(gate_up), lambda: twin.silu_mul(gate_up)),
-        "gelu * mul": (lambda: native.gelu_tanh_mul(gate_up), lambda: twin.gelu_tanh_mul(gate_up)),
         "linear": (lambda: native.linear(x, packed, None), lambda: linear(x, matrix)),
     }
+    for activation in ACTIVATIONS:
+        pairs[f"{activation} * mul"] = (
+            partial(native.gated, gate_up, activation),
+            partial(twin.gated, gate_up, activation),
+        )
     for name, (kernel, other) in pairs.items():
         bench.against(f"{shape.name} {name}, {num_rows} rows", kernel, other)
 
 
-DRAWS = {  # temperature, top-k, top-p, min-p
-    "temperature 1": (1.0, 0, 1.0, 0.0),
-    "temperature 0.7, top-p 0.9": (0.7, 0, 0.9, 0.0),
-    "temperature 0.8, top-k 40": (0.8, 40, 1.0, 0.0),
+DRAWS = {
+    "temperature 1": DrawParams(),
+    "temperature 0.7, top-p 0.9": DrawParams(temperature=0.7, top_p=0.9),
+    "temperature 0.8, top-k 40": DrawParams(temperature=0.8, top_k=40),
 }
 
 
@@ -274,8 +279,8 @@ def draws(bench: Bench, shape: Shape, generator: torch.Generator) -> None:
     logits, rows = torch.randn(64, shape.vocab, generator=generator) * 4, range(64)
     highest, other = (lambda k=k: k.sampling.highest(logits) for k in bench.both)
     bench.against(f"{shape.name} greedy tokens", highest, other)
-    for name, how in DRAWS.items():
-        wanted = [Draw(*how, row / 64) for row in rows]
+    for name, params in DRAWS.items():
+        wanted = [Draw(params, row / 64) for row in rows]
         kernel, twin = (lambda k=k, w=wanted: k.sampling.draw(logits, rows, w) for k in bench.both)
         bench.against(f"{shape.name} draws, {name}", kernel, twin)
 

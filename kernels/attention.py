@@ -47,15 +47,15 @@ class DerivedFromBatches(Generic[T]):
     """What a backend has derived from the last two batches, of which the layers of a step use one or two in turn."""
 
     def __init__(self) -> None:
-        self._kept: deque[tuple[AttentionBatch, object, T]] = deque(maxlen=2)
+        self._entries: deque[tuple[AttentionBatch, object, T]] = deque(maxlen=2)
 
     def of(self, batch: AttentionBatch, derive: Callable[[], T], key: object = None) -> T:
         """`key`: what else it is derived from."""
-        for kept, its_key, derived in self._kept:
-            if kept is batch and its_key == key:
+        for entry_batch, entry_key, derived in self._entries:
+            if entry_batch is batch and entry_key == key:
                 return derived
         derived = derive()
-        self._kept.append((batch, key, derived))
+        self._entries.append((batch, key, derived))
         return derived
 
 

@@ -61,8 +61,7 @@ class Kernels:
     linear: Linear  # x weightᵀ + bias, `[rows, out]` of x `[rows, in]`
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    silu_mul: Callable[[torch.Tensor], torch.Tensor]
-    gelu_tanh_mul: Callable[[torch.Tensor], torch.Tensor]
+    gated: Callable[[torch.Tensor, str], torch.Tensor]  # see `norms.gated`
     write_kv: WriteKV
     paged_attention: PagedAttention
     lora: LoraKernels
@@ -77,7 +76,7 @@ class Kernels:
     capturable_lora: CapturableLora | None = None
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
     compiles: bool = False  # for shapes when they first occur: a worker runs all kinds of steps before it is ready
-    others: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
+    libraries: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
     # `linear` without a bias, in float32, for logits; None: what `linear` gives is converted.
     linear_to_floats: Callable[[torch.Tensor, LinearWeight], torch.Tensor] | None = None
     step: StepKernels | None = None  # carry out a whole step in one call; None: nothing does
@@ -93,7 +92,7 @@ class Kernels:
 
         Else torch's threads compute some of it.
         """
-        if self.name != "native" or {"linear", "layers' linears", "attention"} & self.others.keys():
+        if self.name != "native" or {"linear", "layers' linears", "attention"} & self.libraries.keys():
             return False
         return self.step is not None and self.step.why_not([heads]) is None
 
@@ -101,7 +100,7 @@ class Kernels:
     def choice(self) -> str:
         """What computes each operation, in one line for `motet status`: "native; linear by oneDNN"."""
         operations_of: dict[str, list[str]] = {}
-        for operation, library in self.others.items():
+        for operation, library in self.libraries.items():
             operations_of.setdefault(library, []).append(operation)
         exceptions = (f"{', '.join(operations)} by {library}" for library, operations in operations_of.items())
         return "; ".join([self.name, *exceptions])
@@ -116,8 +115,7 @@ def plain_kernels() -> Kernels:
         linear=linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
-        silu_mul=norms.silu_mul,
-        gelu_tanh_mul=norms.gelu_tanh_mul,
+        gated=norms.gated,
         write_kv=plain_attention.write_kv,
         paged_attention=plain_attention.paged_attention,
         lora=lora,
@@ -137,7 +135,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     """
     attention, rows = NativeAttention(library, dtype, num_threads), NativeRows(library, dtype, num_threads)
     lora = NativeLora(library, dtype, num_threads)
-    native, others = NativeLinear(library, dtype, num_threads), {"page copies": "torch"}
+    native, libraries = NativeLinear(library, dtype, num_threads), {"page copies": "torch"}
     pack: PackLinear = native.pack
     multiply: Linear = native.linear
     native_experts = NativeExperts(library, native, num_threads)
@@ -148,15 +146,14 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
     if not native.is_best and onednn_linear.can_pack(dtype):
         pack, multiply = onednn_linear.pack_linear, onednn_linear.linear
         pack_experts, experts, step, to_floats = identity, PlainExperts(), None, None
-        others |= {"linear": "oneDNN", "experts": "torch"}
+        libraries |= {"linear": "oneDNN", "experts": "torch"}
     return Kernels(
         name="native",
         pack_linear=pack,
         linear=multiply,
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
-        silu_mul=rows.silu_mul,
-        gelu_tanh_mul=rows.gelu_tanh_mul,
+        gated=rows.gated,
         write_kv=attention.write_kv,
         paged_attention=attention.paged_attention,
         lora=lora,
@@ -168,7 +165,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         write_pages=pages.write_pages,
         linear_to_floats=to_floats,
         step=step,
-        others=others,
+        libraries=libraries,
     )
 
 
@@ -188,22 +185,21 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     attention, lora = TritonAttention(), TritonLora()
     expert_lora = TritonExpertLora(lora)
     on_gpu = device.type == "cuda"
-    others = {
+    libraries = {
         "linear": "cuBLAS" if on_gpu else "torch",
         "draws": "torch",
         "page copies": "the copy engine" if on_gpu else "torch",
     }
     attend: PagedAttention = attention.paged_attention
     if flash is not None and dtype != torch.float32:  # FlashAttention has no float32
-        attend, others["attention"] = FlashAttention(flash, attend).paged_attention, flash.name
+        attend, libraries["attention"] = FlashAttention(flash, attend).paged_attention, flash.name
     return Kernels(
         name="triton",
         pack_linear=identity,
         linear=linear,
         rms_norm=triton_rows.rms_norm,
         add_rms_norm=triton_rows.add_rms_norm,
-        silu_mul=triton_rows.silu_mul,
-        gelu_tanh_mul=triton_rows.gelu_tanh_mul,
+        gated=triton_rows.gated,
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,
@@ -216,32 +212,36 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         capturable_lora=lora,
         capturable_expert_lora=expert_lora,
         compiles=on_gpu,
-        others=others,
+        libraries=libraries,
     )
 
 
 def with_float8_weights(kernels: Kernels) -> Kernels:
     """The same with weights of eight bits for layers' linears: by cuBLAS on a GPU, elsewhere by the plain twin."""
     if kernels.name != "triton":
-        return replace(kernels, float8=PlainFloat8(), others={**kernels.others, "layers' linears": "torch in float8"})
+        return replace(
+            kernels, float8=PlainFloat8(), libraries={**kernels.libraries, "layers' linears": "torch in float8"}
+        )
     from .gpu.float8 import ScaledFloat8
 
-    product = kernels.others["linear"]
-    return replace(kernels, float8=ScaledFloat8(), others={**kernels.others, "layers' linears": f"{product} in float8"})
+    product = kernels.libraries["linear"]
+    return replace(
+        kernels, float8=ScaledFloat8(), libraries={**kernels.libraries, "layers' linears": f"{product} in float8"}
+    )
 
 
 def with_float8_kv(kernels: Kernels) -> Kernels:
     """The same for a pool whose KV has eight bits: attention by Triton on a GPU, elsewhere by the plain twin."""
-    others = {operation: library for operation, library in kernels.others.items() if operation != "attention"}
+    libraries = {operation: library for operation, library in kernels.libraries.items() if operation != "attention"}
     if kernels.name != "triton":
         write, attend = plain_float8_kv.write_kv, plain_float8_kv.paged_attention
-        others["attention"] = "torch on KV in float8"
-        return replace(kernels, write_kv=write, paged_attention=attend, others=others)
+        libraries["attention"] = "torch on KV in float8"
+        return replace(kernels, write_kv=write, paged_attention=attend, libraries=libraries)
     from .gpu.attention import TritonAttention
 
     attention = TritonAttention()
-    others["attention"] = "triton on KV in float8"
-    return replace(kernels, write_kv=attention.write_kv, paged_attention=attention.paged_attention, others=others)
+    libraries["attention"] = "triton on KV in float8"
+    return replace(kernels, write_kv=attention.write_kv, paged_attention=attention.paged_attention, libraries=libraries)
 
 
 class FastKernelsUnavailable(ValueError):  # noqa: N818

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from .sampling import NOT_FINITE, Draw, Penalty
+from .sampling import NOT_FINITE, NUM_DRAW_NUMBERS, Draw, DrawParams, Penalty, draw_numbers, penalty_numbers
 from .staging import Arriving, staged
 
 FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
@@ -44,7 +44,7 @@ class _Drawn:
     """Rows that are drawn alike, with their numbers on the device, `[num_rows, 1]` float64 each."""
 
     rows: torch.Tensor  # [num_rows] int64
-    draws: torch.Tensor  # [5, num_rows, 1]: temperature, u, top_k, top_p, min_p
+    draws: torch.Tensor  # [numbers, num_rows, 1]: the fields of `DrawParams`, and u
     num_candidates: int  # candidates, the likeliest first; 0: no filter, so the whole vocabulary in its order
 
 
@@ -74,10 +74,10 @@ class ChoicesUnderWay:
             chosen.index_copy_(0, group.rows, torch.where(chosen.index_select(0, group.rows) < 0, NOT_FINITE, tokens))
         answer = [chosen]
         if self._logprobs is not None:
-            most = max(choices[row].num_logprobs or 0 for row in reported)
-            own = chosen.index_select(0, reported_rows).clamp(min=0)
-            top_logprobs, top_ids = self._logprobs.topk(min(most, logits.shape[1]))
-            answer += [self._logprobs.gather(1, own.unsqueeze(1)), top_logprobs, top_ids]
+            num_top = max(choices[row].num_logprobs or 0 for row in reported)
+            reported_tokens = chosen.index_select(0, reported_rows).clamp(min=0)
+            top_logprobs, top_ids = self._logprobs.topk(min(num_top, logits.shape[1]))
+            answer += [self._logprobs.gather(1, reported_tokens.unsqueeze(1)), top_logprobs, top_ids]
         # Until `read`, a negative token may stand for a row that has to be drawn from the whole vocabulary.
         self.may_change = any(_may_need_more(choice.draw, logits.shape[1]) for choice in choices)
         self._logits = logits if self.may_change else None  # otherwise their memory is free for the next step
@@ -90,7 +90,7 @@ class ChoicesUnderWay:
         if not reported and not self.may_change:
             return [None if token_id == NOT_FINITE else Chosen(token_id, None, [], []) for token_id in token_ids]
         of_row = dict(zip(reported, zip(*tops, strict=True), strict=True)) if reported else {}
-        chances = {row: own[0] for row, (own, _, _) in of_row.items()}
+        chances = {row: values[0] for row, (values, _, _) in of_row.items()}
         lacking = [row for row, token_id in enumerate(token_ids) if token_id == _NOT_ENOUGH]
         if lacking:
             assert self._logits is not None
@@ -98,13 +98,13 @@ class ChoicesUnderWay:
             for row, (token_id, chance) in again.items():
                 token_ids[row], chances[row] = token_id, chance
         self.may_change = False
-        found: list[Chosen | None] = []
+        results: list[Chosen | None] = []
         for row, (token_id, choice) in enumerate(zip(token_ids, choices, strict=True)):
             count = choice.num_logprobs
             _, logprobs_of, ids_of = of_row.get(row, (None, [], []))
-            known = Chosen(token_id, None if count is None else chances[row], ids_of[:count], logprobs_of[:count])
-            found.append(None if token_id == NOT_FINITE else known)
-        return found
+            result = Chosen(token_id, None if count is None else chances[row], ids_of[:count], logprobs_of[:count])
+            results.append(None if token_id == NOT_FINITE else result)
+        return results
 
 
 def _groups(choices: Sequence[RowChoice], vocab_size: int) -> list[tuple[list[int], int]]:
@@ -112,22 +112,22 @@ def _groups(choices: Sequence[RowChoice], vocab_size: int) -> list[tuple[list[in
     by_count: dict[int, list[int]] = {}
     for row, choice in enumerate(choices):
         if choice.draw is not None:
-            by_count.setdefault(_num_candidates(choice.draw, vocab_size), []).append(row)
-    most = max(_MOST_BYTES // (8 * vocab_size), 1)
-    return [(rows[at : at + most], count) for count, rows in by_count.items() for at in range(0, len(rows), most)]
+            by_count.setdefault(_num_candidates(choice.draw.params, vocab_size), []).append(row)
+    size = max(_MOST_BYTES // (8 * vocab_size), 1)
+    return [(rows[at : at + size], count) for count, rows in by_count.items() for at in range(0, len(rows), size)]
 
 
-def _num_candidates(draw: Draw, vocab_size: int) -> int:
-    if draw.top_k == 0 and draw.top_p >= 1 and draw.min_p == 0:
+def _num_candidates(params: DrawParams, vocab_size: int) -> int:
+    if not params.is_filtered:
         return 0
-    return vocab_size if draw.top_k > FIRST_LOOK else min(FIRST_LOOK, vocab_size)
+    return vocab_size if params.top_k > FIRST_LOOK else min(FIRST_LOOK, vocab_size)
 
 
 def _may_need_more(draw: Draw | None, vocab_size: int) -> bool:
     """Whether filters may keep more candidates than the first look takes."""
-    if draw is None or draw.top_k > 0:
+    if draw is None or draw.params.top_k > 0:
         return False
-    return 0 < _num_candidates(draw, vocab_size) < vocab_size
+    return 0 < _num_candidates(draw.params, vocab_size) < vocab_size
 
 
 @dataclass(frozen=True)
@@ -155,13 +155,13 @@ def _on_device(
     words = torch.frombuffer(
         bytearray().join([choices[row].mask or b"" for row in masked]) or bytearray(4), dtype=torch.int32
     )
-    numbers = [[d.temperature, d.uniform, float(d.top_k), d.top_p, d.min_p] for d in draws if d is not None]
+    numbers = [(*draw_numbers(draw.params), draw.uniform) for draw in draws if draw is not None]
     counted = [torch.frombuffer(p.token_ids, dtype=torch.int32) for _, p in penalties]
     counted += [torch.frombuffer(p.counts, dtype=torch.int32) for _, p in penalties]
     on_device = staged(
         device,
-        torch.tensor(numbers, dtype=torch.float64).view(-1, 5).t().contiguous(),
-        torch.tensor([[row, p.repetition, p.presence, p.frequency] for row, p in penalties], dtype=torch.float64),
+        torch.tensor(numbers, dtype=torch.float64).view(-1, NUM_DRAW_NUMBERS).t().contiguous(),
+        torch.tensor([(row, *penalty_numbers(p.params)) for row, p in penalties], dtype=torch.float64),
         torch.tensor([*reported, *drawn_rows, *masked], dtype=torch.int64),
         torch.tensor([len(p.token_ids) for _, p in penalties], dtype=torch.int64),
         torch.tensor([[row for row, _, _ in biases], [token for _, token, _ in biases]], dtype=torch.int64),
@@ -187,16 +187,16 @@ def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
         entries = shaping.factors.repeat_interleave(shaping.lengths, 0, output_size=len(token))
         row, repetition, presence, frequency = entries.unbind(1)
         at, repetition = (row.long(), token.long()), repetition.float()
-        taken = torch.where(count > 0, presence + frequency * count, 0.0).float()
+        reduction = torch.where(count > 0, presence + frequency * count, 0.0).float()
         values = logits[at]
-        logits[at] = torch.where(values > 0, values / repetition, values * repetition) - taken
+        logits[at] = torch.where(values > 0, values / repetition, values * repetition) - reduction
     if len(shaping.bias):
         at = (shaping.bias_at[0], shaping.bias_at[1])
         logits[at] = logits[at] + shaping.bias
     vocab_size = logits.shape[1]
-    most = max(_MOST_BYTES // (4 * vocab_size), 1)
-    for start in range(0, len(shaping.masked), most):
-        rows, words = shaping.masked[start : start + most], shaping.masks[start : start + most]
+    max_rows = max(_MOST_BYTES // (4 * vocab_size), 1)
+    for start in range(0, len(shaping.masked), max_rows):
+        rows, words = shaping.masked[start : start + max_rows], shaping.masks[start : start + max_rows]
         bits = words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device)
         forbidden = ((bits & 1) == 0).view(len(rows), -1)[:, :vocab_size]
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(forbidden, -torch.inf))
@@ -205,13 +205,13 @@ def _shape(logits: torch.Tensor, shaping: _Shaping) -> None:
 def _draw(logits: torch.Tensor, group: _Drawn) -> torch.Tensor:
     """A token `[num_rows]` for each row of a group; _NOT_ENOUGH where its filters may keep more candidates."""
     rows = logits.index_select(0, group.rows)
-    temperature, uniform, top_k, top_p, min_p = group.draws
+    temperature, top_k, top_p, min_p, uniform = group.draws
     # The highest logit is subtracted in float64, so that the smallest temperature gives the greedy token and not NaN.
     probabilities = torch.softmax((rows.double() - rows.amax(-1, keepdim=True)) / temperature, dim=-1)
     if group.num_candidates == 0:
         return _pick(probabilities, uniform)
     likeliest, token_ids = probabilities.topk(group.num_candidates)
-    tokens = token_ids.gather(1, _pick(_kept(likeliest, top_k, top_p, min_p), uniform).unsqueeze(1)).squeeze(1)
+    tokens = token_ids.gather(1, _pick(_filter(likeliest, top_k, top_p, min_p), uniform).unsqueeze(1)).squeeze(1)
     if group.num_candidates == logits.shape[1]:
         return tokens
     reached = (top_p < 1) & (likeliest.sum(-1, keepdim=True) >= top_p)
@@ -219,22 +219,22 @@ def _draw(logits: torch.Tensor, group: _Drawn) -> torch.Tensor:
     return torch.where(enough.squeeze(1), tokens, _NOT_ENOUGH)
 
 
-def _kept(likeliest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+def _filter(likeliest: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """`likeliest` `[num_rows, count]`, descending, with zeros for tokens that top-k, then top-p, then min-p drop."""
     rank = torch.arange(likeliest.shape[1], device=likeliest.device)
-    kept = likeliest * ((rank < top_k) | (top_k == 0))
-    total = torch.where(top_k > 0, kept.sum(-1, keepdim=True), 1.0)
-    inside = (kept.cumsum(-1) - kept < top_p * total) | (top_p >= 1)
-    return kept * ((inside & (kept >= min_p * kept[:, :1])) | (rank == 0))
+    weights = likeliest * ((rank < top_k) | (top_k == 0))
+    total = torch.where(top_k > 0, weights.sum(-1, keepdim=True), 1.0)
+    inside = (weights.cumsum(-1) - weights < top_p * total) | (top_p >= 1)
+    return weights * ((inside & (weights >= min_p * weights[:, :1])) | (rank == 0))
 
 
 def _pick(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """`[num_rows]`: the first index at which a row's running sum exceeds its `uniform` `[num_rows, 1]` of its total."""
     cumulative = probabilities.cumsum(-1)
-    found = torch.searchsorted(cumulative, cumulative[:, -1:] * uniform, right=True).squeeze(1)
+    index = torch.searchsorted(cumulative, cumulative[:, -1:] * uniform, right=True).squeeze(1)
     place = torch.arange(probabilities.shape[1], device=probabilities.device)
     last = (place * (probabilities > 0)).amax(-1)  # rounding of the sums must not choose a token of probability zero
-    return torch.minimum(found, last)
+    return torch.minimum(index, last)
 
 
 def _draw_from_all(
@@ -250,8 +250,8 @@ def _draw_from_all(
     Writes the tokens into `chosen`.
     """
     vocab_size = logits.shape[1]
-    most = max(_MOST_BYTES // (8 * vocab_size), 1)
-    groups = [(lacking[at : at + most], vocab_size) for at in range(0, len(lacking), most)]
+    max_rows = max(_MOST_BYTES // (8 * vocab_size), 1)
+    groups = [(lacking[at : at + max_rows], vocab_size) for at in range(0, len(lacking), max_rows)]
     alone = [replace(choice, penalty=None, bias={}, mask=None) for choice in choices]  # they are shaped
     places = [reported.index(row) if row in reported else 0 for row in lacking]
     at, drawn, _ = _on_device(logits.device, places, groups, alone)
@@ -260,5 +260,5 @@ def _draw_from_all(
     chances = torch.zeros_like(tokens, dtype=torch.float32)
     if logprobs is not None:
         chances = logprobs.index_select(0, at).gather(1, tokens.unsqueeze(1)).squeeze(1)
-    token_ids, found = (part.tolist() for part in Arriving([tokens, chances]).read())
-    return dict(zip(lacking, zip(token_ids, found, strict=True), strict=True))
+    token_ids, logprob_list = (part.tolist() for part in Arriving([tokens, chances]).read())
+    return dict(zip(lacking, zip(token_ids, logprob_list, strict=True), strict=True))

@@ -2,12 +2,18 @@
 
 Tensors are float32 or bfloat16, on any device. What is computed in float32 is said below; every other product and sum
 is rounded to the tensors' dtype. Sources: RMSNorm (arXiv 1910.07467), gated activations (arXiv 2002.05202).
+
+Importing this needs no torch: routers and launchers read which activations there are.
 """
 
 from __future__ import annotations
 
-import torch
-from torch.nn.functional import gelu, silu
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import torch
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -17,7 +23,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     is multiplied, so that a weight in float32 (Gemma's) loses nothing. `eps` is added to the mean square.
     """
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
@@ -29,13 +35,29 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import silu
+
+    return silu(x)
 
 
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up of `[num_rows, 2 * width]`, gate first, gelu by its tanh approximation: `[num_rows, width]`."""
+def _gelu_pytorch_tanh(x: torch.Tensor) -> torch.Tensor:
+    from torch.nn.functional import gelu
+
+    return gelu(x, approximate="tanh")
+
+
+# All activations that motet computes, by their names in config.json. `cpp/rows.h` and `activated` in
+# `gpu/rows_device.py` compute each by the same name.
+ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = MappingProxyType(
+    {"silu": _silu, "gelu_pytorch_tanh": _gelu_pytorch_tanh}
+)
+
+
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`.
+
+    `activation`: a name in `ACTIVATIONS`.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return gelu(gate, approximate="tanh") * up
+    return ACTIVATIONS[activation](gate) * up

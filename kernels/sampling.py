@@ -5,41 +5,77 @@ first candidate at which the running sum of probabilities exceeds u times their 
 logits / temperature, in float64. Without a filter all tokens are candidates, in the order of the vocabulary. Top-k
 (arXiv 1805.04833), then top-p (arXiv 1904.09751), then min-p (arXiv 2407.01082) keep the most likely tokens, the most
 likely first, and always at least one. A row's draw depends on nothing but its own logits and its `Draw`.
+
+Importing this needs no torch: routers know the parameters.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-import torch
+import msgspec
 
-
-@dataclass(frozen=True)
-class Draw:
-    """How one token is drawn."""
-
-    temperature: float  # above 0
-    top_k: int  # the most candidates to keep; 0: all
-    top_p: float  # keeps the likeliest candidates until they have this share of the probability that top-k left
-    min_p: float  # keeps candidates with at least this share of the likeliest one's probability
-    uniform: float  # the random number u, in [0, 1)
+if TYPE_CHECKING:
+    import torch
 
 
-@dataclass(frozen=True)
-class Penalty:
-    """How the tokens that a sequence has already are made less likely, or more.
+class DrawParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The table of parameters of draws. Each default changes nothing.
+
+    Messages to gangs have these fields (`SamplingParams`), and requests have fields of these names, which are copied
+    to them. Kernels get them as doubles in this order, and then the random number.
+    """
+
+    temperature: float = 1.0  # above 0, or 0: no draw, the token with the highest logit
+    top_k: int = 0  # the most candidates to keep; 0: all
+    top_p: float = 1.0  # keeps the likeliest candidates until they have this share of the probability that top-k left
+    min_p: float = 0.0  # keeps candidates with at least this share of the likeliest one's probability
+
+    @property
+    def is_filtered(self) -> bool:
+        """Some tokens are no candidates."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class ShapingParams(DrawParams, frozen=True, kw_only=True, omit_defaults=True):
+    """Also the table of penalties: how the tokens that a sequence has already are made less likely, or more.
 
     Repetition is CTRL's (arXiv 1909.05858), as transformers computes it: it counts once for each token that the
     sequence has, its prompt included. Presence and frequency are OpenAI's: they count in the output alone.
     """
 
-    repetition: float  # positive logits are divided by it, the others multiplied; 1: off
-    presence: float  # is taken from the logit of each token in the output; 0: off
-    frequency: float  # is taken as many times as the token is in the output; 0: off
+    repetition_penalty: float = 1.0  # positive logits are divided by it, the others multiplied
+    presence_penalty: float = 0.0  # is taken from the logit of each token in the output
+    frequency_penalty: float = 0.0  # is taken as many times as the token is in the output
+
+
+# Every parameter with a value that changes something: a worker's warm-up draws with them, and tests send them.
+EXAMPLE_PARAMS: Final = ShapingParams(
+    top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1
+)
+
+PENALTIES: Final = ShapingParams.__struct_fields__[len(DrawParams.__struct_fields__) :]
+draw_numbers: Final = attrgetter(*DrawParams.__struct_fields__)  # the parameters of a draw, as a tuple
+penalty_numbers: Final = attrgetter(*PENALTIES)
+NO_PENALTIES: Final = penalty_numbers(ShapingParams())
+NUM_DRAW_NUMBERS: Final = len(DrawParams.__struct_fields__) + 1  # with u
+
+
+class Draw(NamedTuple):
+    """How one token is drawn."""
+
+    params: DrawParams  # of a temperature above 0
+    uniform: float  # the random number u, in [0, 1)
+
+
+class Penalty(NamedTuple):
+    """The penalties of one row, and the tokens that they change."""
+
+    params: ShapingParams
     token_ids: array[int]  # the tokens that the sequence has, each once, as "i"
     counts: array[int]  # how often each of them is in the output, as "i"
 

@@ -110,7 +110,7 @@ class Gated:
 
     x: Register
     to: Register
-    activation: str  # "silu" or "gelu_pytorch_tanh"
+    activation: str  # a name in `norms.ACTIVATIONS`
     per_row: int = 1  # rows of x, side by side, in a row of the registers
 
 

@@ -239,7 +239,7 @@ def _await_ready(rank: int, connection: Connection, on_progress: Progress | None
         if isinstance(message, WorkerFailed):
             raise WorkerLostError(f"worker {rank} could not load the model: {message.problem}")
         if isinstance(message, WorkerProgress) and on_progress is not None:
-            on_progress(message.what, message.done, message.total)
+            on_progress(message.phase, message.done, message.total)
 
 
 def _log_context(config: EngineConfig, model: ModelConfig) -> None:

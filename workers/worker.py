@@ -108,7 +108,7 @@ class _Leader:
             answer = self._decoder.decode(self._connection.receive())
             if not isinstance(answer, Masks):
                 raise ConnectionLostError("the leader stops the worker while it computes")
-            masks |= answer.made
+            masks |= answer.masks
             if over or len(masks) == len(positions):
                 return masks
             time.sleep(_POLL_S)

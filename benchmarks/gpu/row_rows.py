@@ -12,6 +12,7 @@ import torch
 
 from motet.benchmarks.gpu.machine import Machine, Row, relative_error
 from motet.kernels.backend import Kernels, with_float8_weights
+from motet.kernels.norms import ACTIVATIONS
 from motet.kernels.plain.float8 import PlainFloat8
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -66,18 +67,15 @@ def time_float8(machine: Machine, kernels: Kernels) -> Iterator[Row]:
 
 
 def time_activations(machine: Machine, kernels: Kernels) -> Iterator[Row]:
-    """SiLU of the gate times up, and GELU's tanh form."""
+    """Each activation of the gate times up."""
     rows, width = (64, 14336) if not machine.is_dry else (3, 70)
     gate_up = torch.randn(rows, 2 * width, dtype=machine.dtype, device=machine.device) * 3
     gate, up = gate_up.double().chunk(2, -1)
-    for name, call, active in (
-        ("SiLU · up", kernels.silu_mul, torch.nn.functional.silu(gate)),
-        ("GELU · up", kernels.gelu_tanh_mul, torch.nn.functional.gelu(gate, approximate="tanh")),
-    ):
-        error = relative_error(call(gate_up), active * up)
-        time_s = machine.time_s([lambda call=call: call(gate_up)] * 4)  # type: ignore[misc]
+    for name, activation in ACTIVATIONS.items():
+        error = relative_error(kernels.gated(gate_up, name), activation(gate) * up)
+        time_s = machine.time_s([lambda name=name: kernels.gated(gate_up, name)] * 4)  # type: ignore[misc]
         floor_s = machine.floor_s(3 * rows * width * gate_up.element_size())
-        yield Row(name, f"{rows} rows of {width}", error, TOLERANCE[machine.dtype], time_s, floor_s)
+        yield Row(f"{name} · up", f"{rows} rows of {width}", error, TOLERANCE[machine.dtype], time_s, floor_s)
 
 
 def time_experts(machine: Machine, kernels: Kernels) -> Iterator[Row]:

@@ -19,33 +19,21 @@ template <class T>
 void attention(const void* q, void* out, const void* kv, const int64_t* query_starts, const int64_t* context_lens,
                const int32_t* pages, const int64_t* page_starts, const int64_t* sizes, float scale, float softcap,
                int num_threads) {
-    AttentionCall<T> call;
-    call.q = (const T*)q;
-    call.out = (T*)out;
-    call.kv = (const T*)kv;
-    call.query_starts = query_starts;
-    call.context_lens = context_lens;
-    call.pages = pages;
-    call.page_starts = page_starts;
-    call.num_sequences = sizes[0];
-    call.num_heads = sizes[1];
-    call.num_kv_heads = sizes[2];
-    call.dim = sizes[3];
-    call.block_size = sizes[4];
-    call.q_row_stride = sizes[5];
-    call.q_head_stride = sizes[6];
-    call.page_stride = sizes[7];
-    call.v_offset = sizes[8];
-    call.slot_stride = sizes[9];
-    call.window = sizes[10];
-    call.scale = scale;
-    call.softcap = softcap;
+    const AttentionCall<T> call{(const T*)q, (T*)out,  (const T*)kv, query_starts, context_lens, pages,    page_starts,
+                                sizes[0],    sizes[1], sizes[2],     sizes[3],     sizes[4],     sizes[5], sizes[6],
+                                sizes[7],    sizes[8], sizes[9],     scale,        sizes[10],    softcap};
     attend_all(call, num_threads);
 }
 
 }  // namespace
 
 #define MOTET_CALL extern "C" __attribute__((visibility("default")))  // all other symbols are hidden
+
+#define MOTET_GATED(ACTIVATION, NAME, T)                                                                   \
+    MOTET_CALL void gated_##ACTIVATION##_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, \
+                                                int64_t width, int num_threads) {                          \
+        gated<T, ACTIVATION>(gate_up, stride, to, num_rows, width, num_threads);                           \
+    }
 
 #define MOTET_KERNELS(NAME, T)                                                                                         \
     MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,      \
@@ -101,14 +89,7 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         add(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, y,          \
             y_stride, length, num_threads);                                                                            \
     }                                                                                                                  \
-    MOTET_CALL void silu_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,          \
-                                    int num_threads) {                                                                 \
-        gated<T, silu>(gate_up, stride, to, num_rows, width, num_threads);                                             \
-    }                                                                                                                  \
-    MOTET_CALL void gelu_tanh_mul_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,     \
-                                         int num_threads) {                                                            \
-        gated<T, gelu_tanh>(gate_up, stride, to, num_rows, width, num_threads);                                        \
-    }                                                                                                                  \
+    MOTET_ACTIVATIONS(MOTET_GATED, NAME, T)                                                                            \
     MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,           \
                                         int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,     \
                                         float eps, int num_threads) {                                                  \
@@ -123,6 +104,9 @@ MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t voca
                                int64_t* tokens, int num_threads) {
     highest(logits, stride, vocab, (const Mask*)masks, num_rows, tokens, num_threads);
 }
+
+MOTET_CALL int num_draw_numbers() { return sizeof(Draw) / sizeof(double); }
+MOTET_CALL int num_penalty_numbers() { return sizeof(PenaltyFactors) / sizeof(double); }
 
 MOTET_CALL void penalise_tokens(float* logits, int64_t stride, const void* rows, int64_t num_rows, const void* factors,
                                 int num_threads) {

@@ -80,9 +80,15 @@ void add_rms_norm(const T* x, int64_t x_stride, const T* residual, const W* weig
 
 inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
-inline Floats gelu_tanh(Floats x) {
+inline Floats gelu_pytorch_tanh(Floats x) {
     return 0.5f * x * (1.0f + hyperbolic_tangent(0.7978845608f * (x + 0.044715f * x * x * x)));
 }
+
+// X(activation, NAME, T) for each of `ACTIVATIONS` in ../norms.py, computed by the function of its name.
+#define MOTET_ACTIVATIONS(X, NAME, T) X(silu, NAME, T) X(gelu_pytorch_tanh, NAME, T)
+
+template <class T>
+using GatedKernel = void(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, int num_threads);
 
 // activation(gate) * up of `[rows, 2 * width]`, gate first. The activation is rounded before the product, as in torch.
 template <class T, Floats (*kActivation)(Floats)>

@@ -102,10 +102,9 @@ inline int64_t highest(const float* logits, int64_t vocab, Mask mask) {
     return start;
 }
 
-// See `Draw` in ../sampling.py; the caller passes these as rows of a table of doubles.
+// The fields of `DrawParams` in ../sampling.py in their order, and u: rows of a table of doubles.
 struct Draw {
-    double temperature, top_p, min_p, uniform;
-    double top_k;
+    double temperature, top_k, top_p, min_p, uniform;
 };
 
 // Draws tokens, one after the other; keeps its buffers between them.
@@ -283,7 +282,7 @@ struct PenalisedRow {
     int64_t row, num_tokens;
     const int32_t *token_ids, *counts;
 };
-struct PenaltyFactors {
+struct PenaltyFactors {  // `PENALTIES` in ../sampling.py
     double repetition, presence, frequency;
 };
 

@@ -68,8 +68,10 @@ struct StepOperation {
             int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, block_size, window;
             double scale, softcap;
         } attend;
-        struct {  // `per_row`: rows of x for each row of the step
-            int64_t width, is_silu, per_row;
+        struct {  // `kernel`: a `GatedKernel`; `per_row`: rows of x for each row of the step
+            int64_t width;
+            const void* kernel;
+            int64_t per_row;
         } gated;
         struct {
             int64_t num_experts, top_k, is_normalized;
@@ -230,24 +232,18 @@ class Step {
 
     void attend_pages(const StepOperation& op) const {
         const auto& own = op.attend;
-        AttentionCall<T> attention;
-        attention.q = of(op.x), attention.out = of(op.to), attention.kv = (const T*)own.kv;
-        attention.query_starts = call.query_starts, attention.context_lens = call.context_lens;
-        attention.pages = call.pages, attention.page_starts = call.page_starts;
-        attention.num_sequences = call.num_sequences;
-        attention.num_heads = own.num_heads, attention.num_kv_heads = own.num_kv_heads, attention.dim = own.dim;
-        attention.block_size = own.block_size;
-        attention.q_row_stride = own.num_heads * own.dim, attention.q_head_stride = own.dim;
-        attention.page_stride = own.page_stride, attention.v_offset = own.v_offset;
-        attention.slot_stride = own.slot_stride;
-        attention.window = own.window, attention.scale = float(own.scale), attention.softcap = float(own.softcap);
+        const AttentionCall<T> attention{
+            of(op.x),     of(op.to),        (const T*)own.kv,        call.query_starts, call.context_lens,
+            call.pages,   call.page_starts, call.num_sequences,      own.num_heads,     own.num_kv_heads,
+            own.dim,      own.block_size,   own.num_heads * own.dim, own.dim,           own.page_stride,
+            own.v_offset, own.slot_stride,  float(own.scale),        own.window,        float(own.softcap)};
         attend_all(attention, num_threads);
     }
 
     void gate(const StepOperation& op) const {
         const auto& own = op.gated;
-        const auto with = own.is_silu ? gated<T, silu> : gated<T, gelu_tanh>;
-        with(of(op.x), 2 * own.width, of(op.to), call.num_rows * own.per_row, own.width, num_threads);
+        const auto kernel = (GatedKernel<T>*)own.kernel;
+        kernel(of(op.x), 2 * own.width, of(op.to), call.num_rows * own.per_row, own.width, num_threads);
     }
 
     void choose(const StepOperation& op) const {

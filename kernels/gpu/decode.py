@@ -119,12 +119,12 @@ class Decodes:
             )
 
     def _splits_of(self, window: int | None, page: int, block: int, split_keys: int) -> _Splits:
-        found = self._splits.get((window, block))
-        if found is not None:
-            return found
-        most_seen = min(self.batch.most_pages * page, window or self.batch.most_pages * page)
-        most = min(-(-most_seen // split_keys), SPLITS_OF_ITEM.value)
-        room = max(self.num, min(self.num * most, _ROOM))
+        splits = self._splits.get((window, block))
+        if splits is not None:
+            return splits
+        max_seen = min(self.batch.most_pages * page, window or self.batch.most_pages * page)
+        num_splits = min(-(-max_seen // split_keys), SPLITS_OF_ITEM.value)
+        room = max(self.num, min(self.num * num_splits, _ROOM))
         items = torch.empty(room, dtype=torch.int32, device=self.batch.positions.device)
         starts = torch.empty(self.num + 2, dtype=torch.int32, device=items.device)
         split_kernel[(self.num,)](
@@ -141,5 +141,5 @@ class Decodes:
             AT_ONCE=_DECODES_AT_ONCE,
             num_warps=4,
         )
-        self._splits[(window, block)] = made = _Splits(items, starts, most <= 1)
-        return made
+        self._splits[(window, block)] = splits = _Splits(items, starts, num_splits <= 1)
+        return splits

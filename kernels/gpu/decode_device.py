@@ -52,8 +52,8 @@ def _num_before(positions, rows, end, window, keys, WINDOW: tl.constexpr, BLOCK:
     for first in range(0, end, AT_ONCE):
         index = first + tl.arange(0, AT_ONCE)
         length = _length(positions, rows, index, index < end)
-        found = _num_splits(length - _seen(length, window, WINDOW), keys, BLOCK)
-        counts += tl.where(index < end, found, 0)
+        num_splits = _num_splits(length - _seen(length, window, WINDOW), keys, BLOCK)
+        counts += tl.where(index < end, num_splits, 0)
     return tl.sum(counts, 0)
 
 
@@ -142,8 +142,8 @@ def decode_kernel(
         scales += head * PAGE
     num_items, keys = tl.load(starts + num_decodes), tl.load(starts + num_decodes + 1)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        found = tl.load(items + item)
-        index, split = found // SPLITS_OF_ITEM, found % SPLITS_OF_ITEM
+        entry = tl.load(items + item)
+        index, split = entry // SPLITS_OF_ITEM, entry % SPLITS_OF_ITEM
         row, sequence = index, index
         if rows is not None:
             row, sequence = tl.load(rows + index), tl.load(sequences + index)
@@ -223,7 +223,7 @@ def combine_kernel(
         row = tl.load(rows + index)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
     acc = tl.zeros((DIM,), tl.float32)
-    most = tl.full((), FLOOR, tl.float32)
+    peak = tl.full((), FLOOR, tl.float32)
     weight = tl.zeros((), tl.float32)
     for first in range(start, end, SPLITS):
         used = first + split < end
@@ -232,12 +232,12 @@ def combine_kernel(
         total = tl.load(stats + at * 2 + 1, mask=used, other=0.0)
         there = used[:, None] & (dim < HEAD_DIM)[None, :]
         values = tl.load(partial + at[:, None] * HEAD_DIM + dim[None, :], mask=there, other=0.0)
-        risen = tl.maximum(most, tl.max(largest, 0))
-        weights = tl.where(used, tl.exp2(largest - risen), 0.0)
-        shrink = tl.exp2(most - risen)
+        new_peak = tl.maximum(peak, tl.max(largest, 0))
+        weights = tl.where(used, tl.exp2(largest - new_peak), 0.0)
+        shrink = tl.exp2(peak - new_peak)
         acc = acc * shrink + tl.sum(values * weights[:, None], 0)
         weight = weight * shrink + tl.sum(weights * total, 0)
-        most = risen
+        peak = new_peak
     attended = acc / tl.where(weight > 0, weight, 1.0)
     place = out + row.to(tl.int64) * out_row + head * HEAD_DIM + dim
     tl.store(place, attended.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

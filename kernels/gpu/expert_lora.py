@@ -14,7 +14,7 @@ from ..plain.expert_lora import HostExpertLora, HostExpertLoraBatch
 from ..staging import staged
 from .expert_lora_device import pair_tiles_kernel
 from .experts import TritonGroups
-from .lora import LEAST_TILE, TritonLora, TritonLoraBatch, ranks_of, tile_rows_of, tile_width
+from .lora import LEAST_TILE, TritonLora, TritonLoraBatch, copy_to_front, ranks_of, tile_rows_of, tile_width
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TritonExpertLora:
 
     def __init__(self, lora: TritonLora) -> None:
         self._twin = HostExpertLora(lora)
-        self._known: dict[int, tuple[PagedAdapter, torch.Tensor]] = {}  # by id: the parts of the last step's adapters
+        self._part_tables: dict[int, tuple[PagedAdapter, torch.Tensor]] = {}  # by id of the last step's adapters
 
     def prepare(
         self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
@@ -53,8 +53,8 @@ class TritonExpertLora:
         segments = [segment for segment in segments if segment.adapter.experts]
         if not segments:
             return None
-        self._known = {
-            id(s.adapter): self._known.get(id(s.adapter)) or (s.adapter, _parts(s.adapter)) for s in segments
+        self._part_tables = {
+            id(s.adapter): self._part_tables.get(id(s.adapter)) or (s.adapter, _parts(s.adapter)) for s in segments
         }
         rows, first_pages, pages = array("q"), array("q"), array("q")
         num_experts = len(segments[0].adapter.experts)
@@ -62,7 +62,7 @@ class TritonExpertLora:
             rows.extend([-1] * (segment.start - len(rows)) + [index] * (segment.end - segment.start))
             first_pages.extend([len(pages)] * num_experts)
             pages.extend(segment.adapter.pages)
-        parts = torch.cat([self._known[id(segment.adapter)][1] for segment in segments])
+        parts = torch.cat([self._part_tables[id(segment.adapter)][1] for segment in segments])
         tables = staged(
             device, *(torch.frombuffer(table, dtype=torch.int64) for table in (rows, first_pages, pages)), parts
         )
@@ -161,11 +161,8 @@ class TritonExpertLora:
             or batch.tile_rows > reserved.tile_rows
         ):
             return False
-        pairs = list(zip(reserved.tensors, batch.tensors, strict=True))
-        if any(len(given) > len(room) for room, given in pairs):
+        if not copy_to_front(batch.tensors, reserved.tensors):
             return False
-        for room, given in pairs:
-            room[: len(given)].copy_(given)
         reserved.row_segments[len(batch.row_segments) :].fill_(-1)
         return True
 

@@ -49,9 +49,9 @@ def pair_tiles_kernel(
     # A part's pairs are neighbours, so a tile reaches from where one begins to where it ends. Its last pair writes it.
     begin = tl.associative_scan(tl.where(part != before, member, 0), 0, _later)
     ends = (part >= 0) & (part != after)
-    wanted = ends.to(tl.int32)
-    base = tl.atomic_add(num_tiles, tl.sum(wanted, 0).to(tl.int64), sem="relaxed")
-    place = tiles + (base + tl.cumsum(wanted, 0) - 1) * 3
+    counts = ends.to(tl.int32)
+    base = tl.atomic_add(num_tiles, tl.sum(counts, 0).to(tl.int64), sem="relaxed")
+    place = tiles + (base + tl.cumsum(counts, 0) - 1) * 3
     tl.store(place, (at - member + begin).to(tl.int64), mask=ends)
     tl.store(place + 1, (member - begin + 1).to(tl.int64), mask=ends)
     tl.store(place + 2, part, mask=ends)

@@ -27,7 +27,7 @@ class TritonExperts:
     def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> TritonGroups:
         num_rows, top_k = experts.shape
         num_pairs, device = num_rows * top_k, experts.device
-        rows, own, places = (torch.empty(num_pairs, dtype=torch.int64, device=device) for _ in range(3))
+        rows, local_experts, places = (torch.empty(num_pairs, dtype=torch.int64, device=device) for _ in range(3))
         factors = torch.empty(num_pairs, dtype=torch.float32, device=device)
         offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=device)
         block = 32
@@ -36,7 +36,7 @@ class TritonExperts:
             weights.contiguous(),
             rows,
             factors,
-            own,
+            local_experts,
             places,
             offsets,
             num_pairs,
@@ -47,7 +47,7 @@ class TritonExperts:
             WIDTH=64,
             num_warps=4,
         )
-        return TritonGroups(rows, factors, offsets, own, places.view(num_rows, top_k))
+        return TritonGroups(rows, factors, offsets, local_experts, places.view(num_rows, top_k))
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
         """See `experts.ExpertKernels.linear`. Outputs for pairs of other workers' experts are undefined."""

@@ -37,15 +37,15 @@ def grouped_linear_kernel(
     place = tl.program_id(0) % group
     tile, block = first_tile + place % height, place // height
     expert = tl.arange(0, EXPERTS)
-    known = expert < num_experts
-    starts = tl.load(offsets + expert, mask=known, other=0)
-    counts = tl.load(offsets + expert + 1, mask=known, other=0) - starts
+    is_expert = expert < num_experts
+    starts = tl.load(offsets + expert, mask=is_expert, other=0)
+    counts = tl.load(offsets + expert + 1, mask=is_expert, other=0) - starts
     tiles = (counts + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
     if tile >= tl.sum(tiles, 0):
         return
     mine = (tile >= ends - tiles) & (tile < ends)  # true for exactly one expert
-    own = tl.sum(tl.where(mine, expert, 0), 0)
+    expert_index = tl.sum(tl.where(mine, expert, 0), 0)
     first = tl.sum(tl.where(mine, starts + (tile - (ends - tiles)) * ROWS, 0), 0)
     end = tl.sum(tl.where(mine, starts + counts, 0), 0)
     row, column, depth = (
@@ -53,19 +53,19 @@ def grouped_linear_kernel(
         block * COLUMNS + tl.arange(0, COLUMNS),
         tl.arange(0, DEPTH),
     )
-    here, wanted = row < end, column < num_out
+    row_mask, column_mask = row < end, column < num_out
     x_place = x + row[:, None] * x_row + depth[None, :]
     weight_place = (
-        weight + own.to(tl.int64) * weight_expert + column[:, None].to(tl.int64) * weight_row + depth[None, :]
+        weight + expert_index.to(tl.int64) * weight_expert + column[:, None].to(tl.int64) * weight_row + depth[None, :]
     )
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(0, num_in, DEPTH):
         inside = (start + depth < num_in)[None, :]
-        inputs = tl.load(x_place + start, mask=here[:, None] & inside, other=0.0)
-        weights = tl.load(weight_place + start, mask=wanted[:, None] & inside, other=0.0)
+        inputs = tl.load(x_place + start, mask=row_mask[:, None] & inside, other=0.0)
+        weights = tl.load(weight_place + start, mask=column_mask[:, None] & inside, other=0.0)
         acc = tl.dot(inputs, tl.trans(weights), acc, input_precision=PRECISION)
     place = out + row[:, None] * num_out + column[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=here[:, None] & wanted[None, :])
+    tl.store(place, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def group_kernel(
     weights,  # [num_pairs]
     rows,  # [num_pairs] int64
     factors,  # [num_pairs] float32
-    own,  # [num_pairs] int64
+    local_experts,  # [num_pairs] int64
     places,  # [num_pairs] int64
     offsets,  # [num_experts + 1] int64
     num_pairs,
@@ -110,7 +110,7 @@ def group_kernel(
         place += tl.sum(is_before.to(tl.int32), 1)
     tl.store(places + index, place, mask=is_pair)
     tl.store(rows + place, (index // top_k).to(tl.int64), mask=is_pair)
-    tl.store(own + place, expert, mask=is_pair)
+    tl.store(local_experts + place, expert, mask=is_pair)
     tl.store(factors + place, tl.load(weights + index, mask=is_pair, other=0.0).to(tl.float32), mask=is_pair)
     tl.store(offsets + border, place, mask=(border >= 0) & (border <= num_experts))
 
@@ -135,8 +135,8 @@ def combine_pairs_kernel(
     total = tl.zeros((COLUMNS,), tl.float32)
     for choice in tl.static_range(TOP_K):
         place = tl.load(places + row * TOP_K + choice)
-        here = column < tl.where(place < num_own, width, 0)
+        column_mask = column < tl.where(place < num_own, width, 0)
         factor = tl.load(weights + place)
-        part = tl.load(x + place * x_row + column, mask=here, other=0.0).to(tl.float32)
-        total += tl.where(here, part * factor, 0.0)
+        part = tl.load(x + place * x_row + column, mask=column_mask, other=0.0).to(tl.float32)
+        total += tl.where(column_mask, part * factor, 0.0)
     tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=column < width)

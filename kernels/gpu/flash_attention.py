@@ -54,11 +54,11 @@ def find_flash_attention(capability: tuple[int, int]) -> FlashPackage | None:
 
     A package that is there and cannot be used is worth a warning, and never an error: Triton computes the same.
     """
-    wanted = (3, 2) if capability[0] == 9 else (2,)
+    candidates = (3, 2) if capability[0] == 9 else (2,)
     for package in PACKAGES:
         try:
             module = importlib.import_module(package)
-            versions = tuple(version for version in wanted if module.is_fa_version_supported(version))
+            versions = tuple(version for version in candidates if module.is_fa_version_supported(version))
             attend = module.flash_attn_varlen_func
         except Exception as problem:  # another package of this name, or one built for another torch or driver
             is_absent = isinstance(problem, ModuleNotFoundError) and package.startswith(problem.name or " ")

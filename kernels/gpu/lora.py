@@ -150,11 +150,8 @@ class TritonLora:
             return True
         if isinstance(batch, PlainLoraBatch) or batch.ranks > reserved.ranks or batch.tile_rows > reserved.tile_rows:
             return False
-        pairs = list(zip(reserved.tensors, batch.tensors, strict=True))
-        if any(len(given) > len(room) for room, given in pairs):
+        if not copy_to_front(batch.tensors, reserved.tensors):
             return False
-        for room, given in pairs:
-            room[: len(given)].copy_(given)
         reserved.tiles[len(batch.tiles) :].zero_()
         return True
 
@@ -230,10 +227,10 @@ class TritonLora:
 
     def _launches_of(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> _Launches:
         """Made once for all layers of a batch, which this object has made."""
-        found = batch.launches.get(modules)
-        if found is None:
-            found = batch.launches[modules] = self._make_launches(batch, modules)
-        return found
+        launches = batch.launches.get(modules)
+        if launches is None:
+            launches = batch.launches[modules] = self._make_launches(batch, modules)
+        return launches
 
     def _make_launches(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> _Launches:
         assert len(modules) <= 3, "at most three modules share an input"
@@ -273,11 +270,20 @@ class TritonLora:
 
         `pairs`: of tiles and modules; `num_runs`: of columns.
         """
-        wanted = next_power_of_2(-(-self._tuning.programs // max(pairs, 1)))
-        splits = min(wanted, self._tuning.most_splits if tile_rows == 16 else self._tuning.most_splits // 2)
+        fill_splits = next_power_of_2(-(-self._tuning.programs // max(pairs, 1)))
+        splits = min(fill_splits, self._tuning.most_splits if tile_rows == 16 else self._tuning.most_splits // 2)
         while splits > num_runs:
             splits //= 2
         return splits
+
+
+def copy_to_front(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
+    """Copies each source to the front of its target. False: one does not fit, and nothing is copied."""
+    if any(len(source) > len(target) for source, target in zip(sources, targets, strict=True)):
+        return False
+    for source, target in zip(sources, targets, strict=True):
+        target[: len(source)].copy_(source)
+    return True
 
 
 def tile_rows_of(longest: int) -> int:

@@ -137,7 +137,7 @@ def shrink_kernel(
         _shrink_row(inputs, pool, pages, a, a_rows, first_column, last_column, sums, page_stride, NUM_IN, SLAB, RUN)
         return
     member, rank, column = tl.arange(0, ROWS), tl.arange(0, _RANKS), tl.arange(0, WIDTH)
-    here = member < count
+    row_mask = member < count
     row = first_row + member
     NUM_STEPS: tl.constexpr = NUM_IN // WIDTH
     first_step, last_step = first_column // WIDTH, last_column // WIDTH
@@ -150,11 +150,11 @@ def shrink_kernel(
         page = _pages_of(pages, start + tl.minimum(first_step, NUM_STEPS - 1) * WIDTH, live, NUM_IN, SLAB)
         for step in range(first_step, last_step):
             upcoming = _pages_of(pages, start + tl.minimum(step + 1, NUM_STEPS - 1) * WIDTH, live, NUM_IN, SLAB)
-            inputs = tl.load(x_place + step * WIDTH, mask=here[:, None], other=0.0)
+            inputs = tl.load(x_place + step * WIDTH, mask=row_mask[:, None], other=0.0)
             weights = _page_rows(pool, page, start + step * WIDTH, live, NUM_IN, page_stride, SLAB, WIDTH)
             acc = tl.dot(inputs, tl.trans(weights), acc, input_precision=PRECISION)
             page = upcoming
-        tl.store(place + first, acc, mask=here[:, None] & live[None, :])
+        tl.store(place + first, acc, mask=row_mask[:, None] & live[None, :])
 
 
 @triton.jit(
@@ -210,8 +210,8 @@ def expand_kernel(
         if block >= num_before:
             slot, module, width, column, block = 2, MODULE_2, OUT_2, OUT_0 + OUT_1, block - num_before
     width = tl.multiple_of(width, 16)
-    own = block * steps * WIDTH  # the first column, in the module's output
-    if own >= width:
+    offset = block * steps * WIDTH  # the first column, in the module's output
+    if offset >= width:
         return
     tile = tiles + tl.program_id(0) % live_tiles * 3
     first_row, count, segment = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -221,24 +221,24 @@ def expand_kernel(
         return
     pages += tl.load(first_pages + segment)
     member, rank = tl.arange(0, ROWS), tl.arange(0, _RANKS)
-    here = member < count
+    row_mask = member < count
     row = first_row + member
     num_steps = tl.minimum(steps, width // WIDTH - block * steps)
     shrunk += slot * SPLITS * num_rows * ranks
-    y_place = y + row[:, None] * y_row + (column + own + tl.arange(0, WIDTH))[None, :]
-    start, live = b + own, rank < a_rows
-    vectors = _vectors(shrunk, row, ranks, num_rows, here[:, None] & live[None, :], SPLITS)
+    y_place = y + row[:, None] * y_row + (column + offset + tl.arange(0, WIDTH))[None, :]
+    start, live = b + offset, rank < a_rows
+    vectors = _vectors(shrunk, row, ranks, num_rows, row_mask[:, None] & live[None, :], SPLITS)
     page = _pages_of(pages, start, live, width, SLAB)
     rank_tiles = tl.cdiv(a_rows, _RANKS)
     rounds = num_workers * rank_tiles  # of a step
     if rounds == 1:  # ranks of up to 16: the vectors stay as they are
         factors = vectors.to(pool.dtype.element_ty)
         for step in range(0, num_steps):
-            upcoming = _pages_of(pages, b + own + tl.minimum(step + 1, num_steps - 1) * WIDTH, live, width, SLAB)
-            weights = _page_rows(pool, page, b + own + step * WIDTH, live, width, page_stride, SLAB, WIDTH)
-            before = tl.load(y_place + step * WIDTH, mask=here[:, None], other=0.0).to(tl.float32)
+            upcoming = _pages_of(pages, b + offset + tl.minimum(step + 1, num_steps - 1) * WIDTH, live, width, SLAB)
+            weights = _page_rows(pool, page, b + offset + step * WIDTH, live, width, page_stride, SLAB, WIDTH)
+            before = tl.load(y_place + step * WIDTH, mask=row_mask[:, None], other=0.0).to(tl.float32)
             total = before + tl.dot(factors, weights, input_precision=PRECISION)
-            tl.store(y_place + step * WIDTH, total.to(y.dtype.element_ty), mask=here[:, None])
+            tl.store(y_place + step * WIDTH, total.to(y.dtype.element_ty), mask=row_mask[:, None])
             page = upcoming
         return
     # One round for each step and 16 ranks: the next rows of B are loaded while a round computes.
@@ -248,14 +248,14 @@ def expand_kernel(
         next_step, next_turn = tl.minimum((index + 1) // rounds, num_steps - 1), (index + 1) % rounds
         worker, first = next_turn // rank_tiles, next_turn % rank_tiles * _RANKS
         next_live = first + rank < a_rows
-        next_start = b + own + (worker * a_rows + first) * width + next_step * WIDTH
+        next_start = b + offset + (worker * a_rows + first) * width + next_step * WIDTH
         upcoming = _pages_of(pages, next_start, next_live, width, SLAB)
         weights = _page_rows(pool, page, start, live, width, page_stride, SLAB, WIDTH)
         acc = tl.dot(vectors.to(weights.dtype), weights, acc, input_precision=PRECISION)
         if turn == rounds - 1:
-            before = tl.load(y_place + step * WIDTH, mask=here[:, None], other=0.0).to(tl.float32)
-            tl.store(y_place + step * WIDTH, (before + acc).to(y.dtype.element_ty), mask=here[:, None])
+            before = tl.load(y_place + step * WIDTH, mask=row_mask[:, None], other=0.0).to(tl.float32)
+            tl.store(y_place + step * WIDTH, (before + acc).to(y.dtype.element_ty), mask=row_mask[:, None])
             acc = tl.zeros((ROWS, WIDTH), tl.float32)
-        there = here[:, None] & next_live[None, :]
+        there = row_mask[:, None] & next_live[None, :]
         vectors = _vectors(shrunk + worker * worker_stride + first, row, ranks, num_rows, there, SPLITS)
         page, start, live = upcoming, next_start, next_live

@@ -24,14 +24,17 @@ def add_rms_norm(
     return normed, x if total is None else total
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `norms.silu_mul`."""
-    return _gated(gate_up, gelu=False)
-
-
-def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """See `norms.gelu_tanh_mul`."""
-    return _gated(gate_up, gelu=True)
+def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See `norms.gated`."""
+    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if num_rows:
+        block = min(_PIECE, next_power_of_2(width))
+        gated_kernel[(num_rows, -(-width // block))](
+            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation, num_warps=4
+        )
+    return out
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,15 +86,3 @@ def _norm(
             num_warps=min(max(block // 512, 1), 16),
         )
     return normed, total
-
-
-def _gated(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
-    gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    if num_rows:
-        block = min(_PIECE, next_power_of_2(width))
-        gated_kernel[(num_rows, -(-width // block))](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, GELU=gelu, num_warps=4
-        )
-    return out

@@ -44,7 +44,20 @@ def norm_kernel(
 
 
 @triton.jit
-def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation of x, which is float32, by its name in `norms.ACTIVATIONS`."""
+    if ACTIVATION == "silu":
+        y = x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu_pytorch_tanh":
+        inner = _SQRT_2_OVER_PI * (x + 0.044715 * x * x * x)
+        y = x / (1.0 + tl.exp(-2.0 * inner))  # x * (1 + tanh(inner)) / 2
+    else:
+        tl.static_assert(False, "no such activation")
+    return y
+
+
+@triton.jit
+def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     """One program computes activation(gate) * up of a piece of a row; the activation is rounded before the product."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -52,12 +65,7 @@ def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.const
     place = gate_up + row * gate_up_row + column
     gate = tl.load(place, mask=live, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=live, other=0.0)
-    if GELU:
-        inner = _SQRT_2_OVER_PI * (gate + 0.044715 * gate * gate * gate)
-        active = gate / (1.0 + tl.exp(-2.0 * inner))  # gate * (1 + tanh(inner)) / 2
-    else:
-        active = gate / (1.0 + tl.exp(-gate))
-    product = active.to(up.dtype).to(tl.float32) * up.to(tl.float32)
+    product = activated(gate, ACTIVATION).to(up.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * WIDTH + column, product.to(out.dtype.element_ty), mask=live)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..attention import AttentionBatch, DerivedFromBatches
 from ..plain import attention as plain_attention
+from .build import kernel
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,8 @@ class NativeAttention:
         self._dtype, self._num_threads = dtype, num_threads
         self._has_warned = False
         self._hosts = DerivedFromBatches[HostBatch]()
-        name = str(dtype).removeprefix("torch.")
-        pointer = ctypes.c_void_p
-        self._write, self._attend = library[f"write_kv_{name}"], library[f"paged_attention_{name}"]
-        self._write.argtypes = [*[pointer] * 10, ctypes.c_int]
-        self._attend.argtypes = [*[pointer] * 8, ctypes.c_float, ctypes.c_float, ctypes.c_int]
-        self._write.restype = self._attend.restype = None
+        self._write = kernel(library, "write_kv", "ppppppppppi", dtype)
+        self._attend = kernel(library, "paged_attention", "ppppppppffi", dtype)
 
     def write_kv(
         self,
@@ -125,8 +122,8 @@ class NativeAttention:
 
     def _warn_once(self, head_dim: int, group: int) -> None:
         if not self._has_warned:
-            what = f"heads of {head_dim} in groups of {group}, at most {MOST_DIMS} and {MOST_GROUPED} are native"
-            log.warning("plain torch attention serves, several times slower: %s", what)
+            reason = f"heads of {head_dim} in groups of {group}, at most {MOST_DIMS} and {MOST_GROUPED} are native"
+            log.warning("plain torch attention serves, several times slower: %s", reason)
         self._has_warned = True
 
     def _host_of(self, batch: AttentionBatch) -> HostBatch:

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 COMPILERS = ("c++", "g++", "clang++")
 _SOURCES = tuple(sorted((Path(__file__).parents[1] / "cpp").glob("*.[ch]*")))
@@ -41,7 +42,7 @@ def load_library(
     user's home. `flags`: the compiler's, of the CPU to compile for; None: this one, with all that it can do.
     `on_compile`: called with (0, 1) before a compilation, of this or another process, is waited for, (1, 1) after it.
     """
-    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
+    compiler = next((path for name in compilers if (path := shutil.which(name))), None)
     if compiler is None:
         raise NativeUnavailable(f"no C++ compiler was found ({', '.join(compilers)})")
     all_flags = (*_FLAGS, *(cpu_flags() if flags is None else flags))
@@ -74,14 +75,27 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
     return digest.hexdigest()[:32]
 
 
+_TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+
+
+def kernel(library: ctypes.CDLL, name: str, arguments: str, dtype: object = None) -> ctypes._NamedFuncPointer:
+    """The library's function of this name and torch's dtype, without a result. AttributeError: C++ lacks it.
+
+    `arguments`: a letter for the type of each: p is a pointer, n an int64, i an int, f a float.
+    """
+    function = library[name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}"]
+    function.argtypes, function.restype = [_TYPES[letter] for letter in arguments], None
+    return function
+
+
 def _cpu() -> str:
     """A text that differs between CPUs with different instructions."""
-    known = ("model name", "flags", "Features", "CPU part")
+    fields = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
         lines = []
-    return "\n".join([platform.machine(), platform.processor(), *(line for line in lines if line.startswith(known))])
+    return "\n".join([platform.machine(), platform.processor(), *(line for line in lines if line.startswith(fields))])
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 
 from ..experts import ExpertGroups
 from ..plain.experts import PlainExperts
+from .build import kernel
 from .linear import NativeLinear
 
 
@@ -28,14 +29,7 @@ class NativeExperts(PlainExperts):
 
     def __init__(self, library: ctypes.CDLL, linear: NativeLinear, num_threads: int) -> None:
         self._native, self._num_threads = linear, num_threads
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._linear = library[f"linear_groups_{str(linear.dtype).removeprefix('torch.')}"]
-        self._linear.argtypes = [
-            *(pointer, number, pointer, number),
-            *(pointer, number, pointer, number),
-            *(number, number, ctypes.c_int),
-        ]
-        self._linear.restype = None
+        self._linear = kernel(library, "linear_groups", "pnpnpnpnnni", linear.dtype)
 
     def pack(self, weight: torch.Tensor) -> PackedExperts:
         """A copy of `weight` `[num_experts, out, in]` for `linear`."""

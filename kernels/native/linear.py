@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..huge_pages import zeros_in_huge_pages
+from .build import kernel
 
 _CHUNK_BYTES = 64 << 20  # reserved at a time for weights; parts that stay unused take no memory
 
@@ -27,16 +28,11 @@ class NativeLinear:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self.dtype, self._num_threads = dtype, num_threads
-        name = str(dtype).removeprefix("torch.")
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._linear = library[f"linear_{name}"]
-        self._linear.argtypes = [*(pointer, number, number), *(pointer,) * 3, *(number,) * 3, ctypes.c_int]
-        self._to_floats = library[f"linear_to_floats_{name}"]
-        self._to_floats.argtypes = [*(pointer, number, number), *(pointer,) * 2, *(number,) * 2, ctypes.c_int]
-        self._linear.restype = self._to_floats.restype = None
-        facts = [library[f"linear_{fact}_{name}"] for fact in ("depth", "panel", "is_best")]
+        self._linear = kernel(library, "linear", "pnnpppnnni", dtype)
+        self._to_floats = kernel(library, "linear_to_floats", "pnnppnni", dtype)
+        facts = [kernel(library, f"linear_{fact}", "", dtype) for fact in ("depth", "panel", "is_best")]
         for fact in facts:
-            fact.argtypes, fact.restype = [], number
+            fact.restype = ctypes.c_int64
         self._depth, self.panel, is_best = (int(fact()) for fact in facts)  # `panel`: outputs of a panel
         self.is_best = is_best == 1  # False: oneDNN is faster on this CPU
         self._free = torch.empty(0, dtype=dtype)
@@ -91,7 +87,7 @@ class NativeLinear:
     def _room(self, num_elements: int) -> torch.Tensor:
         """Zeros in huge pages. Weights share a chunk, because one weight alone would hardly fill a huge page."""
         if num_elements > len(self._free):
-            most = max(num_elements, _CHUNK_BYTES // self.dtype.itemsize)
-            self._free = zeros_in_huge_pages(most, self.dtype)
-        taken, self._free = self._free[:num_elements], self._free[num_elements:]
-        return taken
+            chunk_elements = max(num_elements, _CHUNK_BYTES // self.dtype.itemsize)
+            self._free = zeros_in_huge_pages(chunk_elements, self.dtype)
+        room, self._free = self._free[:num_elements], self._free[num_elements:]
+        return room

@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 
 from ..lora import LoraGeometry, LoraSegment
+from .build import kernel
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,10 @@ class NativeLora:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
-        name = str(dtype).removeprefix("torch.")
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        pages: list[Any] = [pointer, number, number, pointer, pointer, number]
-        self._shrink, self._expand = library[f"lora_shrink_{name}"], library[f"lora_expand_{name}"]
-        self._shrink.argtypes = [*pages, pointer, number, pointer, ctypes.c_int]
-        self._expand.argtypes = [*pages, pointer, number, pointer, number, ctypes.c_int]
-        self._add = library[f"lora_add_{name}"]
-        self._add.argtypes = [*pages, pointer, number, pointer, number, number, ctypes.c_int]
-        self._shrink.restype = self._expand.restype = self._add.restype = None
+        pages = "pnnppn"  # what `_pages` gives
+        self._shrink = kernel(library, "lora_shrink", pages + "pnpi", dtype)
+        self._expand = kernel(library, "lora_expand", pages + "pnpni", dtype)
+        self._add = kernel(library, "lora_add", pages + "pnpnni", dtype)
 
     def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> NativeLoraBatch:
         pages = [page for segment in segments for page in segment.adapter.pages]
@@ -117,10 +112,10 @@ class NativeLora:
 
 def parts_of(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
     """The table of some modules, made when it is first needed."""
-    found = batch.parts.get(modules)
-    if found is None:
-        found = batch.parts[modules] = _make_parts(batch, modules)
-    return found
+    parts = batch.parts.get(modules)
+    if parts is None:
+        parts = batch.parts[modules] = _make_parts(batch, modules)
+    return parts
 
 
 def _make_parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:

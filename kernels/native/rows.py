@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
+
+from ..norms import ACTIVATIONS
+from .build import kernel
 
 
 class NativeRows:
@@ -13,17 +15,8 @@ class NativeRows:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
-        name = str(dtype).removeprefix("torch.")
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._norm = library[f"add_rms_norm_{name}"]
-        self._norm.argtypes = [
-            *(pointer, number, pointer, pointer, ctypes.c_int, pointer, pointer, number, number),
-            *(ctypes.c_float, ctypes.c_int),
-        ]
-        self._silu_mul, self._gelu_tanh_mul = library[f"silu_mul_{name}"], library[f"gelu_tanh_mul_{name}"]
-        gated: list[Any] = [pointer, number, pointer, number, number, ctypes.c_int]
-        self._silu_mul.argtypes = self._gelu_tanh_mul.argtypes = gated
-        self._norm.restype = self._silu_mul.restype = self._gelu_tanh_mul.restype = None
+        self._norm = kernel(library, "add_rms_norm", "pnppippnnfi", dtype)
+        self._gated = {activation: gated_kernel(library, activation, dtype) for activation in ACTIVATIONS}
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `norms.rms_norm`."""
@@ -53,15 +46,8 @@ class NativeRows:
         )
         return normed, total
 
-    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `norms.silu_mul`."""
-        return self._gated(self._silu_mul, gate_up)
-
-    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `norms.gelu_tanh_mul`."""
-        return self._gated(self._gelu_tanh_mul, gate_up)
-
-    def _gated(self, kernel: ctypes._NamedFuncPointer, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """See `norms.gated`."""
         stride, unit = gate_up.stride()
         assert gate_up.dtype == self._dtype, "the input has the kernels' dtype"
         if unit != 1:
@@ -70,5 +56,10 @@ class NativeRows:
         num_rows, width = gate_up.shape
         width //= 2
         product = gate_up.new_empty((num_rows, width))
-        kernel(gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width, self._num_threads)
+        self._gated[activation](gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width, self._num_threads)
         return product
+
+
+def gated_kernel(library: ctypes.CDLL, activation: str, dtype: torch.dtype) -> ctypes._NamedFuncPointer:
+    """A `GatedKernel` of `cpp/rows.h`."""
+    return kernel(library, f"gated_{activation}", "pnpnni", dtype)

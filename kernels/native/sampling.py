@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import torch
 
-from ..sampling import NO_MASKS, Draw, Penalty
+from ..sampling import NO_MASKS, NUM_DRAW_NUMBERS, PENALTIES, Draw, Penalty, draw_numbers, penalty_numbers
+from .build import kernel
 
 
 class NativeSampling:
@@ -16,14 +18,11 @@ class NativeSampling:
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         self._num_threads = num_threads
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._draw = library["draw_tokens"]
-        self._draw.argtypes = [pointer, number, number, pointer, pointer, number, pointer, pointer, ctypes.c_int]
-        self._highest = library["highest_tokens"]
-        self._highest.argtypes = [pointer, number, number, pointer, number, pointer, ctypes.c_int]
-        self._penalise = library["penalise_tokens"]
-        self._penalise.argtypes = [pointer, number, pointer, number, pointer, ctypes.c_int]
-        self._draw.restype = self._highest.restype = self._penalise.restype = None
+        self._draw = kernel(library, "draw_tokens", "pnnppnppi")
+        self._highest = kernel(library, "highest_tokens", "pnnpnpi")
+        self._penalise = kernel(library, "penalise_tokens", "pnpnpi")
+        sizes = (library["num_draw_numbers"](), library["num_penalty_numbers"]())
+        assert sizes == (NUM_DRAW_NUMBERS, len(PENALTIES)), "C++ has the parameters of sampling.py"
 
     def penalise(self, logits: torch.Tensor, rows: Sequence[int], penalties: Sequence[Penalty]) -> None:
         """See `sampling.SamplingKernels`."""
@@ -33,7 +32,7 @@ class NativeSampling:
         for row, each in zip(rows, penalties, strict=True):
             assert 0 <= row < len(logits) and len(each.token_ids) == len(each.counts), "a count for each token"
             table.extend((row, len(each.token_ids), each.token_ids.buffer_info()[0], each.counts.buffer_info()[0]))
-        factors = array("d", [x for each in penalties for x in (each.repetition, each.presence, each.frequency)])
+        factors = array("d", chain.from_iterable(penalty_numbers(each.params) for each in penalties))
         self._penalise(
             logits.data_ptr(),
             logits.stride(0),
@@ -65,8 +64,8 @@ class NativeSampling:
         """See `sampling.SamplingKernels`. Of equally likely tokens the first in the vocabulary counts as likelier."""
         assert len(rows) == len(draws), "a draw for each row"
         logits = _readable(logits)
-        wanted = [(each.temperature, each.top_p, each.min_p, each.uniform, float(each.top_k)) for each in draws]
-        table = torch.tensor(wanted, dtype=torch.float64).view(-1, 5)
+        numbers = [(*draw_numbers(each.params), each.uniform) for each in draws]
+        table = torch.tensor(numbers, dtype=torch.float64)
         places, tokens = torch.tensor(rows, dtype=torch.int64), torch.empty(len(rows), dtype=torch.int64)
         self._draw(
             logits.data_ptr(),

@@ -34,9 +34,11 @@ from ..step import (
     WriteKV,
 )
 from .attention import MOST_DIMS, MOST_GROUPED, HostBatch
+from .build import kernel
 from .experts import PackedExperts
 from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
+from .rows import gated_kernel
 
 _NUM_FIELDS = 14  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
@@ -49,11 +51,7 @@ class NativeStepKernels:
     """`step.StepKernels` of one dtype."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
-        self._dtype, self._num_threads = dtype, num_threads
-        name = str(dtype).removeprefix("torch.")
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self._run = library[f"run_step_{name}"]
-        self._run.argtypes, self._run.restype = [pointer, number, pointer], None
+        self._library, self._dtype, self._num_threads = library, dtype, num_threads
 
     def why_not(self, heads: Sequence[Heads]) -> str | None:
         for each in heads:
@@ -63,25 +61,20 @@ class NativeStepKernels:
         return None
 
     def prepare(self, program: Program, pool: torch.Tensor) -> NativeStep:
-        return NativeStep(program, pool, self._dtype, self._num_threads, self._run)
+        return NativeStep(program, pool, self._library, self._dtype, self._num_threads)
 
 
 class NativeStep:
     """`step.Step`."""
 
     def __init__(
-        self,
-        program: Program,
-        pool: torch.Tensor,
-        dtype: torch.dtype,
-        num_threads: int,
-        run: ctypes._NamedFuncPointer,
+        self, program: Program, pool: torch.Tensor, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int
     ) -> None:
         assert pool.dtype == dtype and pool.stride(2) == 1, "slabs are contiguous and of the kernels' dtype"
         self._program, self._pool, self._dtype, self._num_threads = program, pool, dtype, num_threads
-        self._run = run
+        self._library, self._run = library, kernel(library, "run_step", "pnp", dtype)
         self._groups: dict[tuple[int, ...], int] = {}  # modules that share an input, in the order of `LoraGroup`s
-        self._kept: list[torch.Tensor] = []  # copies that operations point to
+        self._tensors: list[torch.Tensor] = []  # copies that operations point to
         self._experts: dict[int, tuple[PagedAdapter, array[int]]] = {}  # tables of the last step's, by the adapter's id
         rows = [self._encoded(operation) for operation in program.operations]
         self._operations = array("q", [number for row in rows for number in row])
@@ -133,9 +126,9 @@ class NativeStep:
         before, self._experts = self._experts, {}
         for segment in batch.segments:
             adapter = segment.adapter
-            known = before.get(id(adapter)) or (adapter, _expert_table(adapter))
-            self._experts[id(adapter)] = known
-            segments.extend((segment.start, segment.end, len(pages), known[1].buffer_info()[0]))
+            entry = before.get(id(adapter)) or (adapter, _expert_table(adapter))
+            self._experts[id(adapter)] = entry
+            segments.extend((segment.start, segment.end, len(pages), entry[1].buffer_info()[0]))
             pages.extend(adapter.pages)
         return segments, pages
 
@@ -201,7 +194,9 @@ class NativeStep:
     def _(self, op: Gated) -> list[int]:
         width = self._width(op.to) // op.per_row
         assert self._width(op.x) == 2 * width * op.per_row, "gate and up are as wide as their product"
-        return [width, op.activation == "silu", op.per_row]
+        address = ctypes.cast(gated_kernel(self._library, op.activation, self._dtype), ctypes.c_void_p).value
+        assert address is not None, "a function of a loaded library has an address"
+        return [width, address, op.per_row]
 
     @_fields.register
     def _(self, op: ChooseExperts) -> list[int]:
@@ -246,7 +241,7 @@ class NativeStep:
     def _address(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
         assert tensor.dtype in (self._dtype, torch.float32), "tensors have the kernels' dtype or float32"
-        self._kept.append(tensor)
+        self._tensors.append(tensor)
         return tensor.data_ptr()
 
     def _kv_address(self, kv: torch.Tensor) -> int:

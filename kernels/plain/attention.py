@@ -123,8 +123,8 @@ def _attend_decodes(
     if window is not None:
         seen &= key >= (lengths - window).unsqueeze(1)
     # Beyond a sequence's end and before its window pages may hold NaN, and a weight of zero times NaN is NaN.
-    unseen = ~seen[:, None, :, None]
-    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    hidden = ~seen[:, None, :, None]
+    k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # the heads of a group are rows that see the same keys
     return _attend(grouped, k, v, seen[:, None, None, :], scale, softcap).reshape(q.shape)
 

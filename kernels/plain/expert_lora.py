@@ -29,17 +29,17 @@ class HostExpertLora:
     def prepare(
         self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
     ) -> HostExpertLoraBatch | None:
-        found = tuple(segment for segment in segments if segment.adapter.experts)
-        return HostExpertLoraBatch(found, geometry) if found else None
+        expert_segments = tuple(segment for segment in segments if segment.adapter.experts)
+        return HostExpertLoraBatch(expert_segments, geometry) if expert_segments else None
 
     def of_pairs(self, batch: HostExpertLoraBatch, groups: ExpertGroups, first: int) -> LoraBatch | None:
         """Neighbours that share an expert and an adapter are one segment."""
-        rows, found = groups.rows.tolist(), []
+        rows, segments = groups.rows.tolist(), []
         for expert, (start, end) in enumerate(pairwise(groups.offsets.tolist())):
             for (
                 segment
             ) in batch.segments:  # the pairs of one expert are in the order of their rows: they can be bisected
                 low, high = (bisect_left(rows, row, start, end) for row in (segment.start, segment.end))
                 if low < high:
-                    found.append(LoraSegment(low, high, segment.adapter.experts[first + expert]))
-        return self._lora.prepare(found, batch.geometry, groups.rows.device) if found else None
+                    segments.append(LoraSegment(low, high, segment.adapter.experts[first + expert]))
+        return self._lora.prepare(segments, batch.geometry, groups.rows.device) if segments else None

@@ -15,10 +15,10 @@ class PlainExperts:
 
     def group(self, experts: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int) -> ExpertGroups:
         chosen = experts.flatten() - first
-        here = ((chosen >= 0) & (chosen < num_experts)).nonzero().squeeze(1)
-        order = here[chosen[here].argsort(stable=True)]
+        local = ((chosen >= 0) & (chosen < num_experts)).nonzero().squeeze(1)
+        order = local[chosen[local].argsort(stable=True)]
         offsets = chosen.new_zeros(num_experts + 1)
-        torch.cumsum(chosen[here].bincount(minlength=num_experts), 0, out=offsets[1:])
+        torch.cumsum(chosen[local].bincount(minlength=num_experts), 0, out=offsets[1:])
         return ExpertGroups(order // experts.shape[1], weights.flatten()[order].float(), offsets)
 
     def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:

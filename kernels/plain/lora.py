@@ -42,7 +42,9 @@ class _Part:
     start: int
     end: int
     a_tiles: torch.Tensor  # [num_ranks * in / tile], tile indices in layer 0
-    own: torch.Tensor | None  # which of [rows, num_ranks] belong to a row's own adapter; None: all, of one adapter
+    rank_index: (
+        torch.Tensor | None
+    )  # which of [rows, num_ranks] belong to a row's own adapter; None: all, of one adapter
     outputs: tuple[_Output, ...]
     num_ranks: int  # rows of A of all modules and adapters of the stack
     length: int  # elements of the shrunk vectors
@@ -84,7 +86,7 @@ class PlainLora:
                 continue
             a = _gather(tiles, part.a_tiles, layer, batch.geometry).view(part.num_ranks, -1)
             product = torch.mm(x[part.start : part.end], a.t()).flatten()
-            shrunk.append(product if part.own is None else product[part.own])
+            shrunk.append(product if part.rank_index is None else product[part.rank_index])
         return torch.cat(shrunk) if shrunk else x.new_empty(0)
 
     def expand(
@@ -104,8 +106,8 @@ class PlainLora:
                 b = _gather(tiles, output.b_tiles, layer, batch.geometry).view(
                     -1, output.columns.stop - output.columns.start
                 )
-                own = stacked[:, :, output.ranks].transpose(0, 1).flatten(1)  # [rows, parts * ranks]
-                y[part.start : part.end, output.columns].addmm_(own, b)
+                vectors = stacked[:, :, output.ranks].transpose(0, 1).flatten(1)  # [rows, parts * ranks]
+                y[part.start : part.end, output.columns].addmm_(vectors, b)
 
 
 def _stacks(segments: Sequence[LoraSegment]) -> Iterator[_Stack]:
@@ -121,12 +123,12 @@ def _stacks(segments: Sequence[LoraSegment]) -> Iterator[_Stack]:
 
 
 def _parts(batch: PlainLoraBatch, modules: tuple[int, ...]) -> tuple[_Part, ...]:
-    found = batch.parts.get(modules)
-    if found is None:
+    parts = batch.parts.get(modules)
+    if parts is None:
         maps = {id(s.adapter): _tile_map(s.adapter, batch.geometry) for stack in batch.stacks for s in stack.segments}
-        found = tuple(_part(stack, modules, maps, batch) for stack in batch.stacks)
-        batch.parts[modules] = found
-    return found
+        parts = tuple(_part(stack, modules, maps, batch) for stack in batch.stacks)
+        batch.parts[modules] = parts
+    return parts
 
 
 def _part(stack: _Stack, modules: tuple[int, ...], maps: dict[int, torch.Tensor], batch: PlainLoraBatch) -> _Part:
@@ -139,28 +141,28 @@ def _part(stack: _Stack, modules: tuple[int, ...], maps: dict[int, torch.Tensor]
         num_in, num_out = batch.geometry.sides[module]
         first, slices = num_ranks, []
         for segment in stack.segments:
-            found, tile_map = segment.adapter.modules[module], maps[id(segment.adapter)]
-            a_tiles.append(tile_map[found.a // tile : (found.a + found.a_rows * num_in) // tile])
-            owners.append((segment, found.a_rows))
-            slices.append((found, tile_map))
-            num_ranks += found.a_rows
+            place, tile_map = segment.adapter.modules[module], maps[id(segment.adapter)]
+            a_tiles.append(tile_map[place.a // tile : (place.a + place.a_rows * num_in) // tile])
+            owners.append((segment, place.a_rows))
+            slices.append((place, tile_map))
+            num_ranks += place.a_rows
         if num_ranks > first:
             b_tiles = torch.cat(list(_b_tiles(slices, num_out // tile, tile))).to(batch.device)
             outputs.append(_Output(slice(column, column + num_out), slice(first, num_ranks), b_tiles))
         column += num_out
-    own = _own(stack, owners).to(batch.device) if len(stack.segments) > 1 else None
-    length = (stack.end - stack.start) * num_ranks if own is None else len(own)
+    rank_index = _rank_index(stack, owners).to(batch.device) if len(stack.segments) > 1 else None
+    length = (stack.end - stack.start) * num_ranks if rank_index is None else len(rank_index)
     a_index = torch.cat(a_tiles).to(batch.device)
-    return _Part(stack.start, stack.end, a_index, own, tuple(outputs), num_ranks, length)
+    return _Part(stack.start, stack.end, a_index, rank_index, tuple(outputs), num_ranks, length)
 
 
 def _b_tiles(slices: list[tuple[ModuleSlice, torch.Tensor]], tiles_per_row: int, tile: int) -> Iterator[torch.Tensor]:
     """Tiles of the rows of B in the order of the gathered vectors: worker by worker, then adapter by adapter."""
-    num_parts = max(found.rank // found.a_rows for found, _ in slices if found.rank)
+    num_parts = max(place.rank // place.a_rows for place, _ in slices if place.rank)
     for part in range(num_parts):
-        for found, tile_map in slices:
-            first = found.b // tile + part * found.a_rows * tiles_per_row
-            yield tile_map[first : first + found.a_rows * tiles_per_row]
+        for place, tile_map in slices:
+            first = place.b // tile + part * place.a_rows * tiles_per_row
+            yield tile_map[first : first + place.a_rows * tiles_per_row]
 
 
 def _tile_map(adapter: PagedAdapter, geometry: LoraGeometry) -> torch.Tensor:
@@ -170,7 +172,7 @@ def _tile_map(adapter: PagedAdapter, geometry: LoraGeometry) -> torch.Tensor:
     return (pages.unsqueeze(1) + torch.arange(tiles_per_slab)).flatten()
 
 
-def _own(stack: _Stack, owners: list[tuple[LoraSegment, int]]) -> torch.Tensor:
+def _rank_index(stack: _Stack, owners: list[tuple[LoraSegment, int]]) -> torch.Tensor:
     """Indices into `[rows, num_ranks]`, flattened, of the ranks that belong to each row's own adapter."""
     rows = torch.arange(stack.start, stack.end).unsqueeze(1)
     columns = [((rows >= s.start) & (rows < s.end)).expand(-1, rank) for s, rank in owners]
@@ -180,10 +182,10 @@ def _own(stack: _Stack, owners: list[tuple[LoraSegment, int]]) -> torch.Tensor:
 def _stacked(shrunk: torch.Tensor, part: _Part) -> torch.Tensor:
     """The vectors `[num_parts, length]` as `[num_parts, rows, num_ranks]`, zero at the ranks of other adapters."""
     num_parts, rows = len(shrunk), part.end - part.start
-    if part.own is None:
+    if part.rank_index is None:
         return shrunk.view(num_parts, rows, part.num_ranks)
     placed = shrunk.new_zeros(num_parts, rows * part.num_ranks)
-    placed[:, part.own] = shrunk
+    placed[:, part.rank_index] = shrunk
     return placed.view(num_parts, rows, part.num_ranks)
 
 

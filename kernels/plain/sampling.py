@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from ..sampling import NO_MASKS, NOT_FINITE, Draw, Penalty
+from ..sampling import NO_MASKS, NOT_FINITE, Draw, DrawParams, Penalty, penalty_numbers
 
 FIRST_LOOK = 1024  # likeliest tokens that are tried as candidates before the whole vocabulary is sorted
 
@@ -25,10 +25,11 @@ class PlainSampling:
             if not each.token_ids:
                 continue
             token, count = (torch.frombuffer(part, dtype=torch.int32) for part in (each.token_ids, each.counts))
-            taken = torch.where(count > 0, each.presence + each.frequency * count.double(), 0.0).float()
-            at, repetition = token.long(), torch.tensor(each.repetition, dtype=torch.float32)
+            repetition, presence, frequency = penalty_numbers(each.params)
+            reduction = torch.where(count > 0, presence + frequency * count.double(), 0.0).float()
+            at, repetition = token.long(), torch.tensor(repetition, dtype=torch.float32)
             values = logits[row, at]
-            logits[row, at] = torch.where(values > 0, values / repetition, values * repetition) - taken
+            logits[row, at] = torch.where(values > 0, values / repetition, values * repetition) - reduction
 
     def highest(self, logits: torch.Tensor, masks: Mapping[int, bytes] = NO_MASKS) -> torch.Tensor:
         """See `sampling.SamplingKernels`."""
@@ -58,28 +59,29 @@ def _masked(logits: torch.Tensor, masks: Mapping[int, bytes]) -> torch.Tensor:
 def draw_alone(row: torch.Tensor, draw: Draw) -> int:
     """A token for one row `[vocab]` of logits."""
     # The highest logit is subtracted in float64, so that the smallest temperature gives the greedy token and not NaN.
-    probabilities = torch.softmax((row.double() - row.max()) / draw.temperature, dim=-1)
-    if draw.top_k == 0 and draw.top_p >= 1 and draw.min_p == 0:
+    params = draw.params
+    probabilities = torch.softmax((row.double() - row.max()) / params.temperature, dim=-1)
+    if not params.is_filtered:
         return _pick_alone(probabilities, draw.uniform)
-    kept, token_ids = _candidates_alone(probabilities, draw)
-    return int(token_ids[_pick_alone(kept, draw.uniform)])
+    candidates, token_ids = _candidates_alone(probabilities, params)
+    return int(token_ids[_pick_alone(candidates, draw.uniform)])
 
 
-def _candidates_alone(probabilities: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor]:
+def _candidates_alone(probabilities: torch.Tensor, params: DrawParams) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that top-k, then top-p, then min-p keep: their probabilities, descending, and their ids."""
     vocab_size = len(probabilities)
-    count = min(draw.top_k or vocab_size, vocab_size)
-    kept, token_ids = probabilities.topk(min(count, FIRST_LOOK))
-    if len(kept) < count and (draw.top_p >= 1 or float(kept.sum()) < draw.top_p or draw.top_k):
-        kept, token_ids = probabilities.topk(count)
-    if draw.top_p < 1:
-        total = kept.sum() if draw.top_k else 1.0
-        before = kept.cumsum(0) - kept
-        kept = kept[before < draw.top_p * total]
-    if draw.min_p > 0:
-        kept = kept[kept >= draw.min_p * kept[0]]
-    kept = kept[:1] if len(kept) == 0 else kept
-    return kept, token_ids[: len(kept)]
+    count = min(params.top_k or vocab_size, vocab_size)
+    candidates, token_ids = probabilities.topk(min(count, FIRST_LOOK))
+    if len(candidates) < count and (params.top_p >= 1 or float(candidates.sum()) < params.top_p or params.top_k):
+        candidates, token_ids = probabilities.topk(count)
+    if params.top_p < 1:
+        total = candidates.sum() if params.top_k else 1.0
+        before = candidates.cumsum(0) - candidates
+        candidates = candidates[before < params.top_p * total]
+    if params.min_p > 0:
+        candidates = candidates[candidates >= params.min_p * candidates[0]]
+    candidates = candidates[:1] if len(candidates) == 0 else candidates
+    return candidates, token_ids[: len(candidates)]
 
 
 def _pick_alone(probabilities: torch.Tensor, uniform: float) -> int:

@@ -9,6 +9,7 @@ from typing import Final
 
 import msgspec
 
+from ...kernels.sampling import PENALTIES, ShapingParams
 from ...workers.wire.beams import BeamRules
 from ...workers.wire.messages import GangInfo, SamplingParams, ThinkingBudget, TokenRules, Word
 from ...workers.wire.prompt_scores import Pooling
@@ -94,8 +95,8 @@ def check_token_ids(token_ids: list[int] | tuple[int, ...], vocab_size: int, par
 # Beam search of a request, in the fields of vLLM's API.
 
 # Fields with which tokens have other probabilities than the model's own, unless they have these values.
-_NEUTRAL: Final[Mapping[str, int]] = MappingProxyType(
-    {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0, "thinking_token_budget": -1}
+_NEUTRAL: Final[Mapping[str, float]] = MappingProxyType(
+    {name: getattr(ShapingParams(), name) for name in PENALTIES} | {"thinking_token_budget": -1}
 )
 
 
@@ -301,6 +302,7 @@ def check_num_scores(request: GenerationFields, token_lists: Sequence[Sequence[i
         )
 
 
+_SHAPING: Final = ShapingParams.__struct_fields__  # the request's fields of the same names; null: the default
 MAX_STOP_CHARS = 4096  # of all stop strings of a request: an automaton is built of them
 
 
@@ -319,16 +321,15 @@ def sampling_params(
     check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
     if rules is not None and max_tokens is not None and rules.min_tokens > max_tokens:
         raise invalid_value("min_tokens", f"it is {rules.min_tokens}, and max_tokens is {max_tokens}.")
+    shaping = {name: value for name in _SHAPING if (value := getattr(request, name)) is not None}
+    if request.top_p == 0:  # the likeliest token alone
+        shaping |= {"top_p": 1.0, "top_k": 1}
+    elif request.top_k == -1:
+        shaping["top_k"] = 0
     return SamplingParams(
+        **shaping,
         max_tokens=max_tokens,
-        temperature=_or(request.temperature, 1.0),
-        top_p=request.top_p or 1.0,
-        top_k=1 if request.top_p == 0 else max(request.top_k or 0, 0),
-        min_p=_or(request.min_p, 0.0),
         seed=request.seed,
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         rules=rules,
         stop_token_ids=stop_token_ids,
@@ -358,7 +359,3 @@ def _logit_bias(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
             raise invalid_value("logit_bias", f"key {key[:40]!r} is not a token id from 0 to {vocab_size - 1}.")
         token_biases[int(key)] = bias
     return token_biases
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value

@@ -37,8 +37,8 @@ def test_rows(rows: int, width: int, has_residual: bool, seed: int) -> None:
         close(actual, expected)
     close(KERNELS.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
     gate_up = torch.randn(rows, 2 * width, generator=generator) * 4
-    close(KERNELS.silu_mul(gate_up), norms.silu_mul(gate_up))
-    close(KERNELS.gelu_tanh_mul(gate_up), norms.gelu_tanh_mul(gate_up))
+    for activation in norms.ACTIVATIONS:
+        close(KERNELS.gated(gate_up, activation), norms.gated(gate_up, activation))
 
 
 def test_norm_of_heads_side_by_side() -> None:

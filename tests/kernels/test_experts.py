@@ -39,7 +39,7 @@ def part(
     """The partial sum of a worker that has the experts from `first` on."""
     kernels = PlainExperts()
     groups = kernels.group(chosen, weights, first, len(gate_up))
-    inner = plain_kernels().silu_mul(kernels.linear(x[groups.rows], gate_up, groups))
+    inner = plain_kernels().gated(kernels.linear(x[groups.rows], gate_up, groups), "silu")
     return kernels.combine(kernels.linear(inner, down, groups), groups, len(x))
 
 

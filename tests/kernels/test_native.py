@@ -172,8 +172,8 @@ def test_rows(
     ):
         close(actual, expected)
     close(kernels.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
-    close(kernels.silu_mul(gate_up), norms.silu_mul(gate_up))
-    close(kernels.gelu_tanh_mul(gate_up), norms.gelu_tanh_mul(gate_up))
+    for activation in norms.ACTIVATIONS:
+        close(kernels.gated(gate_up, activation), norms.gated(gate_up, activation))
 
 
 def test_a_weight_in_float32_is_multiplied_before_rounding(native: tuple[Kernels, torch.dtype]) -> None:
@@ -197,8 +197,7 @@ def test_rounded_where_the_twin_rounds(native: tuple[Kernels, torch.dtype]) -> N
     gate_up = torch.cat((torch.full((1, 128), 1.5).to(dtype), weight[None]), 1)
     pairs = [
         (kernels.rms_norm(x, weight, 0.0), norms.rms_norm(x, weight, 0.0)),
-        (kernels.silu_mul(gate_up), norms.silu_mul(gate_up)),
-        (kernels.gelu_tanh_mul(gate_up), norms.gelu_tanh_mul(gate_up)),
+        *((kernels.gated(gate_up, each), norms.gated(gate_up, each)) for each in norms.ACTIVATIONS),
     ]
     for actual, expected in pairs:
         if dtype == torch.bfloat16:
@@ -260,8 +259,7 @@ def test_threads_share_rows(dtype: torch.dtype) -> None:
     weight = torch.randn(577, generator=generator).to(dtype)
     calls: list[Callable[[Kernels], torch.Tensor]] = [
         lambda k: k.rms_norm(x, weight, 1e-5),
-        lambda k: k.silu_mul(gate_up),
-        lambda k: k.gelu_tanh_mul(gate_up),
+        *(lambda k, each=each: k.gated(gate_up, each) for each in norms.ACTIVATIONS),
     ]
     for kernels in calls:
         assert torch.equal(kernels(one), kernels(two))

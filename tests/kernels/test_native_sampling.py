@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.kernels.plain.sampling import PlainSampling
-from motet.kernels.sampling import NOT_FINITE, Draw, SamplingKernels
+from motet.kernels.sampling import NOT_FINITE, Draw, DrawParams, SamplingKernels
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, HERE, load_build
+from motet.tests.rigs.sampling_definition import FILTERS, GRID, draw_with
 
 VOCAB = 5003
 TWIN = PlainSampling()
@@ -37,9 +38,7 @@ def random_logits(num_rows: int, vocab: int, spread: float, seed: int) -> torch.
     vocab=st.one_of(st.integers(1, 40), st.sampled_from([511, 512, 513, VOCAB])),
     spread=st.sampled_from([0.0, 0.01, 1.0, 5.0, 200.0]),
     temperature=st.one_of(st.floats(0.05, 5), st.sampled_from([1e-300, 1e-6, 1e6])),
-    top_k=st.one_of(st.just(0), st.integers(1, 60), st.just(10 * VOCAB)),
-    top_p=st.one_of(st.just(1.0), st.floats(1e-6, 1)),
-    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    filters=st.fixed_dictionaries(FILTERS),
     uniform=st.floats(1e-9, 1 - 1e-9),  # beyond, how sums were rounded decides; see below
     seed=st.integers(0, 2**20),
 )
@@ -48,15 +47,13 @@ def test_draws_are_the_twins(
     vocab: int,
     spread: float,
     temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
+    filters: dict[str, float],
     uniform: float,
     seed: int,
 ) -> None:
     """Two rows of four, each with its own `Draw`. Where tokens are equally likely the logit is the same."""
     logits = random_logits(4, vocab, spread, seed)
-    wanted = [Draw(temperature, top_k, top_p, min_p, uniform), Draw(1.0, 0, 0.5, 0.0, uniform)]
+    wanted = [draw_with(uniform, temperature=temperature, **filters), draw_with(uniform, top_p=0.5)]
     actual, expected = native.draw(logits, [3, 1], wanted), TWIN.draw(logits, [3, 1], wanted)
     assert actual.dtype == torch.int64
     assert logits[[3, 1], actual].tolist() == logits[[3, 1], expected].tolist()
@@ -66,15 +63,19 @@ def test_draws_are_the_twins(
 def test_every_draw_of_a_fine_grid(native: SamplingKernels, spread: float) -> None:
     """All filters together and alone, for flat to steep distributions."""
     logits = random_logits(1, VOCAB, spread, seed=3)
-    grid = product((0.5, 1.0), (0, 1, 7, 2000), (1.0, 0.97, 0.3), (0.0, 0.001, 0.2))
-    wanted = [Draw(*each, i / 7) for each in grid for i in range(7)]
+    wanted = [
+        draw_with(i / 7, temperature=temperature, **dict(zip(GRID, filters, strict=True)))
+        for temperature, *filters in product((0.5, 1.0), *GRID.values())
+        for i in range(7)
+    ]
     rows = [0] * len(wanted)
     assert torch.equal(native.draw(logits, rows, wanted), TWIN.draw(logits, rows, wanted))
 
 
 def test_equally_likely_tokens_are_taken_in_their_order(native: SamplingKernels) -> None:
     logits = torch.zeros(1, 1000)
-    wanted = [Draw(1.0, top_k, top_p, 0.0, 0.9999) for top_k, top_p in ((10, 1.0), (0, 0.25), (100, 0.5), (0, 1.0))]
+    pairs = ((10, 1.0), (0, 0.25), (100, 0.5), (0, 1.0))
+    wanted = [draw_with(0.9999, top_k=top_k, top_p=top_p) for top_k, top_p in pairs]
     assert native.draw(logits, [0] * 4, wanted).tolist() == [9, 249, 49, 999]
 
 
@@ -82,7 +83,7 @@ def test_equally_likely_tokens_are_taken_in_their_order(native: SamplingKernels)
 def test_the_ends_draw_tokens_that_are_left(native: SamplingKernels, uniform: float) -> None:
     for spread, top_k, top_p, min_p in product((0.1, 3.0, 300.0), (0, 5), (1.0, 0.8), (0.0, 0.01)):
         logits = random_logits(1, VOCAB, spread, seed=1)
-        token = int(native.draw(logits, [0], [Draw(1.0, top_k, top_p, min_p, uniform)]))
+        token = int(native.draw(logits, [0], [draw_with(uniform, top_k=top_k, top_p=top_p, min_p=min_p)]))
         assert logits[0, token] > logits.max() - 701
         if top_k:
             assert token in logits[0].topk(top_k).indices.tolist()
@@ -94,7 +95,8 @@ def test_tokens_without_weight_are_never_drawn(native: SamplingKernels) -> None:
     logits = torch.full((1, 600), -torch.inf)
     logits[0, [5, 550]] = 1.0
     for top_k, top_p, min_p in product((0, 1, 5, 600), (1.0, 0.999), (0.0, 0.1)):
-        wanted = [Draw(1.0, top_k, top_p, min_p, uniform) for uniform in (0.0, 0.3, 0.7, 1 - 2**-53)]
+        params = DrawParams(top_k=top_k, top_p=top_p, min_p=min_p)
+        wanted = [Draw(params, uniform) for uniform in (0.0, 0.3, 0.7, 1 - 2**-53)]
         assert set(native.draw(logits, [0] * 4, wanted).tolist()) <= {5, 550}
 
 
@@ -102,7 +104,7 @@ def test_strided_rows_on_several_threads_and_after_wider_ones() -> None:
     """Buffers that a thread keeps from call to call do not change results."""
     one, two = (load_build((torch.float32, threads, HERE)).sampling for threads in (1, 2))
     wide = random_logits(40, 3001, 2.0, seed=0)
-    wanted = [Draw(1.0, 0, 0.9, 0.0, i / 40) for i in range(40)]
+    wanted = [draw_with(i / 40, top_p=0.9) for i in range(40)]
     rows = list(range(40))
     for logits in (wide, wide[:, :70], wide[:, 1000:2000], wide.t().contiguous().t()):
         expected = TWIN.draw(logits, rows, wanted).tolist()
@@ -146,7 +148,13 @@ def test_the_highest_is_the_twins(
         st.tuples(st.integers(0, 3), st.integers(0, VOCAB), st.sampled_from([torch.nan, torch.inf, -torch.inf])),
         max_size=3,
     ),
-    how=st.sampled_from([Draw(1.0, 0, 1.0, 0.0, 0.7), Draw(0.3, 5, 1.0, 0.01, 0.4), Draw(2.0, 0, 0.9, 0.0, 0.99)]),
+    how=st.sampled_from(
+        [
+            draw_with(0.7),
+            draw_with(0.4, temperature=0.3, top_k=5, min_p=0.01),
+            draw_with(0.99, temperature=2.0, top_p=0.9),
+        ]
+    ),
     seed=st.integers(0, 2**20),
 )
 def test_what_masks_leave_is_as_if_there_were_no_other_tokens(

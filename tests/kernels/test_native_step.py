@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.norms import ACTIVATIONS
 from motet.kernels.step import (
     AddExpertLora,
     AddGated,
@@ -136,8 +138,7 @@ def one_by_one(
             registers[op.to] = found.flatten(1)
         else:
             assert isinstance(op, Gated), "experts have a test of their own"
-            gated = kernels.silu_mul if op.activation == "silu" else kernels.gelu_tanh_mul
-            registers[op.to] = gated(registers[op.x])
+            registers[op.to] = kernels.gated(registers[op.x], op.activation)
     return registers[base.program.output]
 
 
@@ -147,7 +148,7 @@ def adapter(ranks: dict[str, int], first_page: int) -> PagedAdapter:
     return PagedAdapter(tuple(range(first_page, first_page + LAYOUT.num_pages(ranks))), tuple(places))
 
 
-@pytest.mark.parametrize(("activation", "wide_norms"), [("silu", False), ("gelu_pytorch_tanh", True)])
+@pytest.mark.parametrize(("activation", "wide_norms"), [*zip(ACTIVATIONS, cycle([False, True]))])
 def test_a_step_is_what_its_kernels_compute(
     native: tuple[Kernels, torch.dtype], activation: str, wide_norms: bool
 ) -> None:
@@ -256,7 +257,7 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
             y = kernels.experts.linear(of_each, gate_up, groups)
             if lora is not None:
                 kernels.lora.add(y, of_each, pool, 0, lora, (0, 1))
-            between = kernels.silu_mul(y)
+            between = kernels.gated(y, "silu")
             y = kernels.experts.linear(between, down, groups)
             if lora is not None:
                 kernels.lora.add(y, between, pool, 0, lora, (2,))

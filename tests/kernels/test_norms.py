@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from motet.kernels.norms import add_rms_norm, gelu_tanh_mul, rms_norm, silu_mul
+from motet.kernels.norms import ACTIVATIONS, add_rms_norm, gated, rms_norm
 
+FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": lambda x: x * x.sigmoid(),
+    "gelu_pytorch_tanh": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+}
 # bfloat16 keeps 8 bits of the result.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 
@@ -37,10 +42,10 @@ def test_a_weight_in_float32_is_multiplied_before_rounding() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
     x = torch.linspace(-6, 6, 40).view(2, 20).to(dtype)
     gate, up = x.double().chunk(2, -1)
-    gelu = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
-    for got, expected in ((silu_mul(x), gate * gate.sigmoid() * up), (gelu_tanh_mul(x), gelu * up)):
-        assert got.dtype == dtype
-        torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+    got, expected = gated(x, activation), FORMULAS[activation](gate) * up
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])

@@ -45,7 +45,7 @@ def expert_lora(num_rows: int, num_segments: int) -> None:
 def rows() -> None:
     KERNELS.add_rms_norm(bf16(MOST_ROWS, 4096), bf16(MOST_ROWS, 4096), bf16(4096), 1e-5)
     KERNELS.rms_norm(bf16(MOST_ROWS, HEADS, 128), bf16(128), 1e-5)
-    KERNELS.silu_mul(bf16(MOST_ROWS, 2 * 53_248))  # Llama-3.1-405B
+    KERNELS.gated(bf16(MOST_ROWS, 2 * 53_248), "silu")  # Llama-3.1-405B
     float8()
 
 

@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from motet.kernels.sampling import EXAMPLE_PARAMS, ShapingParams
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import BASE, CONTEXT, RouterRig, chunks_of, text_service
 from motet.tests.rigs.router_rig import completed as post
@@ -84,6 +86,15 @@ async def test_sampling_reaches_the_engine(rig: RouterRig) -> None:
     assert sampling.logit_bias == {3: -100.0, 17: 1.5}
     assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.num_logprobs) == ((9,), True, 2)
     assert (request.tenant, request.adapter) == ("acme", None)
+
+
+async def test_every_parameter_of_the_table_reaches_the_engine(rig: RouterRig) -> None:
+    """Absent or null it has the default, which changes nothing."""
+    examples = msgspec.structs.asdict(EXAMPLE_PARAMS) | {"temperature": 0.5}
+    for fields in (examples, dict.fromkeys(examples), {}):
+        assert (await post(rig, **fields)).status_code == 200
+    sent = [{name: getattr(each.sampling, name) for name in examples} for each in rig.dispatcher.submitted]
+    assert sent == [examples, *[msgspec.structs.asdict(ShapingParams())] * 2]
 
 
 async def test_max_tokens_defaults_to_that_of_openai_within_the_context(rig: RouterRig) -> None:

@@ -163,9 +163,7 @@ def chosen_one_by_one(
             factor = requested.repetition_penalty
             logits[row].index_copy_(0, at, torch.where(values > 0, values / factor, values * factor))
         if requested.temperature > 0:
-            draw = Draw(
-                requested.temperature, requested.top_k, requested.top_p, requested.min_p, uniform(plan.seed, plan.index)
-            )
+            draw = Draw(requested, uniform(plan.seed, plan.index))
             logits[row, draw_alone(logits[row], draw)] = 1e3
     return ChoicesUnderWay(logits, [RowChoice(None, None, {}, plan.params.num_logprobs) for plan in plans])
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from motet.adapters.adapter import EXPERT_MODULES, MODULES
+from motet.kernels.norms import ACTIVATIONS
 from motet.workers.config import ExpertSharding
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
@@ -133,8 +134,8 @@ def test_sliding_windows_are_those_of_the_family(
     ("changes", "message"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported: LlamaForCausalLM"),
-        ({"hidden_act": "gelu"}, "'gelu' is not supported: silu, gelu_pytorch_tanh"),
-        (GEMMA | {"hidden_activation": "relu"}, "hidden_activation 'relu' is not supported: silu"),
+        ({"hidden_act": "tanhshrink"}, f"'tanhshrink' is not supported: {', '.join(ACTIVATIONS)} are accepted"),
+        (GEMMA | {"hidden_activation": "sin"}, "hidden_activation 'sin' is not supported: silu"),
         (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
         (GEMMA | {"architectures": ["Gemma3ForCausalLM"]}, "attn_logit_softcapping = 50.0 is not supported for gemma3"),
         ({"sliding_window": 7}, "sliding_window = 7 is not supported for llama: .* leave it out or set it to null"),

@@ -17,8 +17,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from motet.kernels import joint_sampling
 from motet.kernels.joint_sampling import ChoicesUnderWay, RowChoice
 from motet.kernels.plain.sampling import PlainSampling, draw_alone
-from motet.kernels.sampling import Draw, Penalty
+from motet.kernels.sampling import EXAMPLE_PARAMS, DrawParams, Penalty, ShapingParams
 from motet.tests.rigs.native_builds import HERE, load_build
+from motet.tests.rigs.sampling_definition import FILTERS, GRID, candidates, draw_with
 from motet.tests.rigs.stand_in_gpu.stand_in_gpu import stand_in_gpu
 from motet.workers.decoding.token_choice import sample as sample_with
 from motet.workers.decoding.token_choice import uniform
@@ -91,18 +92,30 @@ def test_draws_follow_the_softmax(sample: Sample, temperature: float) -> None:
         assert counts[token] / 4000 == pytest.approx(float(expected[token]), abs=0.03)
 
 
-@given(top_k=st.integers(0, 50), top_p=st.floats(0.01, 1), min_p=st.floats(0, 1), seed=st.integers(0, 2**31))
-def test_only_what_the_filters_leave_is_drawn(
-    sample: Sample, top_k: int, top_p: float, min_p: float, seed: int
-) -> None:
+@given(filters=st.fixed_dictionaries(FILTERS), seed=st.integers(0, 2**31))
+def test_only_what_the_filters_leave_is_drawn(sample: Sample, filters: dict[str, Any], seed: int) -> None:
     row = logits(seed=seed % 7)
-    probabilities, order = row[0].softmax(-1).sort(descending=True)
-    kept = probabilities[:top_k] if top_k else probabilities
-    total = float(kept.sum()) if top_k else 1.0
-    kept = kept[(kept.cumsum(0) - kept) < top_p * total * (1 + 1e-5)]
-    kept = kept[kept >= min_p * kept[0] * (1 - 1e-5)]
-    allowed = set(order[: max(1, len(kept))].tolist())
-    assert set(draws(sample, row, 20, seed=seed, top_k=top_k, top_p=top_p, min_p=min_p)) <= allowed
+    allowed = candidates(row[0], DrawParams(**filters))
+    assert set(draws(sample, row, 20, seed=seed, **filters)) <= allowed
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_each_filter_alone_leaves_fewer_tokens(sample: Sample, name: str) -> None:
+    row, params = torch.linspace(6, 0, 300).unsqueeze(0), {name: getattr(EXAMPLE_PARAMS, name)}
+    allowed = candidates(row[0], DrawParams(**params))
+    assert 0 < len(allowed) < 300
+    assert set(draws(sample, row, 300, **params)) <= allowed
+
+
+def test_the_table_is_complete() -> None:
+    """Every parameter has values to try, and an example that changes something."""
+    assert {"temperature", *FILTERS} == {*DrawParams.__struct_fields__}
+    assert GRID.keys() == FILTERS.keys()
+    for name in ShapingParams.__struct_fields__:
+        assert name == "temperature" or getattr(EXAMPLE_PARAMS, name) != getattr(ShapingParams(), name)
+    assert EXAMPLE_PARAMS.is_filtered
+    for name in FILTERS:
+        assert DrawParams(**{name: getattr(EXAMPLE_PARAMS, name)}).is_filtered
 
 
 def test_a_wide_top_p_reaches_beyond_the_first_candidates(sample: Sample) -> None:
@@ -123,8 +136,11 @@ def test_a_draw_depends_on_seed_and_index_alone(sample: Sample) -> None:
 @pytest.mark.parametrize("vocab", [50, VOCAB])
 def test_rows_drawn_together_are_those_drawn_alone(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU all rows of a batch are drawn at once, whatever each asks for, some rows at a time in float64."""
-    choices = product((0.3, 1.0, 2.0), (0, 1, 5, 1500), (1.0, 0.9, 0.5), (0.0, 0.05))
-    wanted = [Draw(*each, uniform(i * i, i)) for i, each in enumerate(choices)]
+    grid = product((0.3, 1.0, 2.0), *GRID.values())
+    wanted = [
+        draw_with(uniform(i * i, i), temperature=temperature, **dict(zip(GRID, filters, strict=True)))
+        for i, (temperature, *filters) in enumerate(grid)
+    ]
     rows = torch.randn(len(wanted), vocab, generator=torch.Generator().manual_seed(1)) * 2
     alone = [draw_alone(row, draw) for row, draw in zip(rows, wanted, strict=True)]
     for most_rows in (1, 7, 1000):
@@ -216,7 +232,8 @@ def test_penalties_follow_their_definition_token_by_token(
         value = value / repetition if value > 0 else value * repetition
         times = output.count(token_id)
         expected[1, token_id] = value - (presence + frequency * times if times else 0)
-    penalty = Penalty(repetition, presence, frequency, counts.token_ids, counts.counts)
+    params = ShapingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency)
+    penalty = Penalty(params, counts.token_ids, counts.counts)
     for kernels in (PlainSampling(), load_build((torch.float32, 1, HERE)).sampling):
         wide = torch.zeros(3, 70)  # rows that do not lie side by side
         wide[:, :60] = logits
@@ -229,7 +246,7 @@ def test_transformers_finds_the_same_repetitions() -> None:
     prompt, output = [3, 3, 7], [7, 9, 9]
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([prompt + output]), row.clone())
     counts = TokenCounts(SeenTokens(packed(prompt), packed(output)))
-    penalty = Penalty(1.7, 0.0, 0.0, counts.token_ids, counts.counts)
+    penalty = Penalty(ShapingParams(repetition_penalty=1.7), counts.token_ids, counts.counts)
     for kernels in (PlainSampling(), load_build((torch.float32, 1, HERE)).sampling):
         actual = row.clone()
         kernels.penalise(actual, [0], [penalty])

@@ -103,8 +103,7 @@ def _sampled(chosen: Chosen | None) -> SampledToken | None:
 
 
 def _draw_of(plan: SamplePlan) -> Draw:
-    params = plan.params
-    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform(plan.seed, plan.index))
+    return Draw(plan.params, uniform(plan.seed, plan.index))
 
 
 def uniform(seed: int, index: int) -> float:
@@ -117,14 +116,7 @@ def uniform(seed: int, index: int) -> float:
 
 def _penalty_of(plan: SamplePlan, counts: TokenCounts | None) -> Penalty:
     assert counts is not None
-    params = plan.params
-    return Penalty(
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        counts.token_ids,
-        counts.counts,
-    )
+    return Penalty(plan.params, counts.token_ids, counts.counts)
 
 
 def _narrowed(

@@ -101,7 +101,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class WorkerProgress(msgspec.Struct, frozen=True, tag="progress"):
-    what: str
+    phase: str
     done: int
     total: int
 
@@ -149,13 +149,13 @@ class WantMasks(msgspec.Struct, frozen=True, tag="want_masks"):
     Only the masks are sent: for each sequence and step the vocabulary's size in bits.
     """
 
-    wanted: list[tuple[int, int]]
+    positions: list[tuple[int, int]]
 
 
 class Masks(msgspec.Struct, frozen=True, tag="masks"):
     """The answer, by sequence id."""
 
-    made: dict[int, bytes]
+    masks: dict[int, bytes]
 
 
 class Execute(msgspec.Struct, frozen=True, tag="execute"):
@@ -359,7 +359,7 @@ class GangExecutor:
                 elif isinstance(message, MoveEnded):
                     self._move_ended(message.end)
                 elif isinstance(message, WantMasks):
-                    reply = Masks(dict(self.masks.take(message.wanted, lambda: True)))
+                    reply = Masks(dict(self.masks.take(message.positions, lambda: True)))
                     self._connections[rank].send(msgspec.msgpack.encode(reply))
                 elif isinstance(message, WorkerFailed):
                     raise ConnectionLostError(message.problem)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from ...kernels.sampling import EXAMPLE_PARAMS
 from ..plan import Residence, SamplePlan, ScorePlan, SequencePlan, StepPlan, packed
 from ..wire.messages import SamplingParams, TokenRules
 
@@ -19,13 +22,8 @@ _SAMPLE = SamplePlan(SamplingParams(temperature=0.0), 0, 0)
 # Uses every way to choose tokens that a request can ask for.
 ALL_WAYS = SamplePlan(
     SamplingParams(
-        top_p=0.9,
-        top_k=50,
-        min_p=0.01,
+        **msgspec.structs.asdict(EXAMPLE_PARAMS),
         seed=0,
-        repetition_penalty=1.1,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
         logit_bias={0: 1.0},
         rules=TokenRules(allowed_token_ids=(0, 1, 2)),
         num_logprobs=5,

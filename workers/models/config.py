@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
+from ...kernels.norms import ACTIVATIONS
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
@@ -59,9 +60,6 @@ class ExpertConfig:
         )
 
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
-
-
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only base. Counts are of the whole model, before any sharding."""
@@ -75,7 +73,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: Activation
+    activation: str  # a name in `norms.ACTIVATIONS`
     rotaries: tuple[RotaryConfig, ...]  # by layer
     max_model_len: int  # tokens
     tie_word_embeddings: bool
@@ -180,8 +178,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     _refuse_unsupported(raw)
     values = read_keys(raw, family)
     activation = values[family.activation_key]
-    if activation not in get_args(Activation):
-        accepted = ", ".join(get_args(Activation))
+    if activation not in ACTIVATIONS:
+        accepted = ", ".join(ACTIVATIONS)
         raise ValueError(f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted")
     num_heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
     num_kv_heads = values["num_key_value_heads"] or num_heads

@@ -14,7 +14,6 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight
 from ...kernels.lora import LoraBatch
 from ..parallel import Parallel
-from .config import Activation
 from .passes import Pass
 
 # The arguments that a forward pass hands to every layer beside the hidden states.
@@ -108,16 +107,11 @@ class GatedMlp:
 
     gate_up: LoraLinear
     down: LoraLinear
-    activation: Activation
+    activation: str  # a name in `norms.ACTIVATIONS`
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        inner = gated(self.gate_up(x, layer, context), self.activation, context.kernels)
+        inner = context.kernels.gated(self.gate_up(x, layer, context), self.activation)
         return self.down(inner, layer, context)
-
-
-def gated(gate_up: torch.Tensor, activation: Activation, kernels: Kernels) -> torch.Tensor:
-    """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`."""
-    return kernels.silu_mul(gate_up) if activation == "silu" else kernels.gelu_tanh_mul(gate_up)
 
 
 @dataclass(frozen=True)
@@ -160,10 +154,10 @@ class SharedExpert:
     down: LinearWeight  # [hidden, this worker's features]
     gate: LinearWeight  # [1, hidden]
 
-    def __call__(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, activation: str, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
         kernels = context.kernels
-        inner = gated(kernels.linear(x, self.gate_up, None), activation, kernels)
+        inner = kernels.gated(kernels.linear(x, self.gate_up, None), activation)
         return kernels.linear(x, self.gate, None).sigmoid() * kernels.linear(inner, self.down, None)
 
 
@@ -182,7 +176,7 @@ class ExpertMlp:
     num_experts: int  # of this worker
     top_k: int
     normalized: bool  # the chosen experts' weights add up to one
-    activation: Activation
+    activation: str
     shared: SharedExpert | None
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
@@ -197,7 +191,7 @@ class ExpertMlp:
         gate_up = kernels.linear(pairs, self.gate_up, groups)
         if adapters is not None:
             lora.add(gate_up, pairs, context.pool, layer, adapters, EXPERT_GATE_UP)
-        inner = gated(gate_up, self.activation, context.kernels)
+        inner = context.kernels.gated(gate_up, self.activation)
         down = kernels.linear(inner, self.down, groups)
         if adapters is not None:
             lora.add(down, inner, context.pool, layer, adapters, EXPERT_DOWN)

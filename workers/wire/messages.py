@@ -12,6 +12,7 @@ from typing import Final, Literal
 import msgspec
 from llguidance import LLParserLimits
 
+from ...kernels.sampling import NO_PENALTIES, ShapingParams, penalty_numbers
 from .beams import BeamRound, BeamRules, BeamsSoFar
 from .engine_load import EngineLoad, ServedElsewhere, TenantShare
 from .prompt_scores import Pooling, PromptScores
@@ -140,19 +141,12 @@ class AdapterRef(msgspec.Struct, frozen=True):
     module_ranks: dict[str, int]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(ShapingParams, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the next tokens, and when to stop."""
 
     max_tokens: int | None = None  # None: until the context or the pool is full. 0: only its prompt is computed
-    temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0: off
-    min_p: float = 0.0
     seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     rules: TokenRules | None = None  # None: any token is allowed
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False  # the model's own ids only; stop_token_ids still stop
@@ -164,9 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalty(self) -> bool:
         """Choosing a token depends on which ones the sequence has already."""
-        if self.rules is not None and self.rules.looks_back:
-            return True
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalty_numbers(self) != NO_PENALTIES or (self.rules is not None and self.rules.looks_back)
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True):
