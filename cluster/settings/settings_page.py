@@ -26,7 +26,7 @@ the file: `latency-objective = ["acme=2", "zoo=0.5"]`. `--prefix-cache` is a swi
 
 The last column: a *live* setting changes with a [rolling update](updates.md) of `motet serve`, others need a restart.
 In an [application](scaling/application.md) of a Ray cluster, *args*: it is a key of `args`, where a change replaces all
-replicas; *router*, *gang*: also of that deployment's `user_config`, which replaces nothing; *Serve*: Serve's own options
+replicas; *router*, *gang*: also of that deployment's `user_config`, which replaces nothing; *Serve*: options of Serve
 change it; *elsewhere*: `args` refuses it, and the message says where it belongs.
 """
 SHORTER = (("a size (bytes, or a number with KiB, MiB, GiB or TiB)", "size"), ("a number of ", ""))
