@@ -89,7 +89,7 @@ def test_a_changed_kernel_makes_its_tests_run_and_no_others(checkout: Path) -> N
         ("tests/kernels/test_native.py", "tests/kernels/conftest.py"),
         ("tests/kernels/test_native.py", "tests/rigs/native_builds.py"),
         ("tests/kernels/test_sanitizers.py", "tests/kernels/test_native_lora.py"),
-        ("tests/kernels/test_triton.py", "docs/kernels.md"),
+        ("tests/kernels/test_triton.py", "tests/kernels/compiled.md"),
         ("tests/kernels/test_first_run.py", "benchmarks/gpu/sweep.py"),
     ],
 )

@@ -19,19 +19,17 @@ This page is made of the schema in `cluster/settings/`. To change it, change the
 `.venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md`.
 
 Each setting is an option of `motet serve` (`--max-num-sequences 64`) and a key of its TOML file (`--config FILE`, with
-`max-num-sequences = 64`). The command line comes before an environment variable, that before the file, and the file
-before the default. Sizes are whole numbers of bytes or text such as `"2GiB"`. What can be repeated on the command line
-is a list in the file: `latency-objective = ["acme=2", "zoo=0.5"]`. `--prefix-cache` is a switch: `--no-prefix-cache` on
-the command line, `prefix-cache = false` in the file.
+`max-num-sequences = 64`). The command line overrides an environment variable, that the file, and the file the default.
+Sizes are bytes, or numbers with KiB, MiB, GiB or TiB (`"2GiB"`). What can be repeated on the command line is a list in
+the file: `latency-objective = ["acme=2", "zoo=0.5"]`. `--prefix-cache` is a switch: `--no-prefix-cache`, in the file
+`prefix-cache = false`. `--config`, `--replace` and `--wait-for-nodes` apply to one start and are no settings.
 
-`--config`, `--replace` and `--wait-for-nodes` apply to one start only and are not settings: see `motet serve --help`.
-
-"Live" marks what a [rolling update](updates.md) of `motet serve` changes; the rest takes a restart. The last column is
-about [motet as an application](scaling/application.md), which a Ray cluster deploys by itself. There a setting is a key
-of `args`, of which each change replaces all replicas. *router* or *gang*: it is also a key of that deployment's
-`user_config`, which replaces nothing. *Serve*: Serve's own options of a deployment change it. *elsewhere*: `args` does
-not take it, and the message says where it belongs.
+The last column: a *live* setting changes with a [rolling update](updates.md) of `motet serve`, others need a restart.
+In an [application](scaling/application.md) of a Ray cluster, *args*: it is a key of `args`, where a change replaces all
+replicas; *router*, *gang*: also of that deployment's `user_config`, which replaces nothing; *Serve*: options of Serve
+change it; *elsewhere*: `args` refuses it, and the message says where it belongs.
 """
+SHORTER = (("a size (bytes, or a number with KiB, MiB, GiB or TiB)", "size"), ("a number of ", ""))
 
 
 def settings_page(schema: type[Settings]) -> str:
@@ -39,17 +37,19 @@ def settings_page(schema: type[Settings]) -> str:
     sections = [INTRODUCTION]
     for heading, fields in groupby(fields_of(schema), key=lambda field: field.heading):
         rows = [_row(field) for field in fields]
-        columns = ("setting", "accepted", "default", "live", "meaning", "application")
+        columns = ("setting, environment variable", "accepted", "default", "meaning", "changes")
         head = f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}\n"
         sections.append(f"## {heading}\n\n{head}" + "".join(rows))
     return "\n".join(sections)
 
 
 def _row(field: SettingField) -> str:
-    flags = ", ".join(f"`--{flag}`" for flag in field.flags)
-    live = "live" if field.mark.change == "live" else ""
-    description = field.mark.help + (f" Environment variable: `{field.mark.env}`." if field.mark.env else "")
-    cells = (flags, field.accepted, field.shown_default, live, description, _way_to_change(field))
+    names = ", ".join(f"`{name}`" for name in (*(f"--{flag}" for flag in field.flags), field.mark.env) if name)
+    accepted = field.accepted
+    for words, shorter in SHORTER:
+        accepted = accepted.replace(words, shorter)
+    change = ("live, " if field.mark.change == "live" else "") + _way_to_change(field)
+    cells = (names, accepted, field.shown_default, field.mark.help, change)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

@@ -77,7 +77,7 @@ def test_a_setting_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> N
 
     page = settings_page(Extended)  # the docs
     assert "## Experiments" in page
-    assert "| `--novelties` | a whole number from 1 | 2 |  | So many new things. |" in page
+    assert "| `--novelties` | a whole number from 1 | 2 | So many new things. | args |" in page
     assert "| `--new-room-bytes` |" in page
 
     part = part_config(NewPart, Extended.of(num_novelties=9), folder="here")  # and where it acts

@@ -6,17 +6,24 @@ A table stands between the lines `<!-- made: NAME -->` and `<!-- end -->`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from motet.router.bodies.request_decoder import refused_fields
-from motet.router.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TokenizeRequest
+from motet.router.openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
 from motet.router.openapi_document import ERRORS, EVERYWHERE, OF_NO_ROUTE, Schema
 from motet.tests.rigs.schema_words import name_of, shown_name, words_of
 
 _BLOCK: Final = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_FEW: Final = 2
 _CODE: Final = re.compile(r"^- `(\w+)`:", re.MULTILINE)
+_ANSWERS: Final = "answers"  # the area of the calls that compute one
+_ANSWERING: Final = frozenset(
+    f"POST /v1/{name}"
+    for name in ("chat/completions", "completions", "responses", "embeddings", "messages", "messages/count_tokens")
+)
 _GENERATION: Final[Mapping[str, type[GenerationFields]]] = MappingProxyType(
     {"chat": ChatRequest, "completions": CompletionRequest}
 )
@@ -58,12 +65,13 @@ def _taken(operation: Schema) -> str:
         if parameter["in"] != "path"
     ]
     for media_type, content in operation.get("requestBody", {"content": {}})["content"].items():
-        shown = "JSON" if media_type == "application/json" else "form"
-        parts.insert(0, f"{words_of(content['schema'])} ({shown})")
+        shown = "" if media_type == "application/json" else " (form)"
+        parts.insert(0, words_of(content["schema"]) + shown)
     return ", ".join(parts)
 
 
 def _given(operation: Schema) -> str:
+    """A status is named if it is not 200."""
     parts = []
     for status, response in operation["responses"].items():
         if not status.startswith("2"):
@@ -72,7 +80,7 @@ def _given(operation: Schema) -> str:
             words_of(content["schema"]) if media_type == "application/json" else f"`{media_type}`"
             for media_type, content in response.get("content", {}).items()
         ]
-        parts.append(f"{status} " + " or ".join(kinds))
+        parts.append(("" if status == "200" else f"{status} ") + " or ".join(kinds))
     return "; ".join(part.strip() for part in parts)
 
 
@@ -115,25 +123,46 @@ def _refused(document: Schema) -> str:
 
 
 def _types(document: Schema) -> str:
-    """Of all other bodies, and of answers."""
-    rows = []
+    """Of all other bodies, and of answers: a line for each."""
     of_chats = document["components"]["schemas"][ChatRequest.__name__]["properties"]
+    lines = []
     for name, schema in document["components"]["schemas"].items():
         if name in {kind.__name__ for kind in _GENERATION.values()}:
             continue
-        required = schema.get("required", ())
-        shown = f"`{shown_name(name)}`"
-        for field, one in schema.get("properties", {}).items():
-            if name == TokenizeRequest.__name__ and one == of_chats.get(field):
-                continue
-            accepted, meaning = words_of(one), _meaning(one)[1]
-            rows.append((shown, f"`{field}`" + ("" if field in required else " (or absent)"), accepted, meaning))
-            shown = ""
-    return _table(("type", "field", "is", ""), rows)
+        fields, required = schema.get("properties", {}), schema.get("required", ())
+        same = [field for field, one in fields.items() if one == of_chats.get(field)]
+        same = same if len(same) > _FEW else []
+        parts = [_as_in_a_chat(same, [field for field in of_chats if field not in same])] if same else []
+        groups: dict[tuple[str, str], list[str]] = {}
+        for field, one in fields.items():
+            if field not in same:
+                marks = ("" if field in required else "?") + ("*" if _has_null(one) else "")
+                groups.setdefault((words_of(one, with_null=False), _meaning(one)[1]), []).append(f"{field}{marks}")
+        for (accepted, meaning), names in groups.items():
+            shown = f"{_listed(names)}: {accepted or '`null`'}"
+            parts.append(f"{shown} ({meaning.removesuffix('.')})" if meaning else shown)
+        lines.append(f"- **`{shown_name(name)}`** {'; '.join(parts) or 'empty'}")
+    return "\n".join(lines)
+
+
+def _as_in_a_chat(same: Sequence[str], others: Sequence[str]) -> str:
+    """`others`: fields of a chat that are absent, or otherwise than there."""
+    return f"as in a chat: {_listed(same)}" if len(same) < len(others) else f"as in a chat, but not {_listed(others)}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _has_null(schema: Schema) -> bool:
+    """Whether null is accepted beside something else."""
+    beside = [one != {"type": "null"} for one in schema.get("anyOf", ())]
+    beside += [value is not None for value in schema.get("enum", ())]
+    return any(beside) and not all(beside)
 
 
 def _errors(document: Schema) -> str:
-    """By status, each with the routes that give it."""
+    """By status, each with the calls that give it, by their areas."""
     places: dict[str, list[str]] = {code: [] for code in ERRORS}
     operations = [*_operations(document)]
     for call, operation in operations:
@@ -141,22 +170,34 @@ def _errors(document: Schema) -> str:
             for code in _CODE.findall(_resolved(document, response)["description"]):
                 places[code].append(call)
     keys = {call: operation["security"][0]["bearer"][0] for call, operation in operations if "security" in operation}
+    areas = Counter(_area(call) for call, _ in operations)
     rows = [
-        (str(status), f"`{code}`", meaning, _where(code, places[code], keys))
+        (str(status), f"`{code}`", meaning, _where(code, places[code], keys, areas))
         for code, (status, meaning) in sorted(ERRORS.items(), key=lambda error: error[1][0])
     ]
     return _table(("status", "`code`", "means", "where"), rows)
 
 
-def _where(code: str, calls: Sequence[str], keys: Mapping[str, str]) -> str:
-    """`keys`: the scope that each call needs."""
+def _area(call: str) -> str:
+    """The part of the API to which a call belongs: the first part of its path, such as `adapters`."""
+    if call in _ANSWERING:
+        return _ANSWERS
+    path = call.partition(" ")[2].removeprefix("/v1").removeprefix("/admin")
+    return "adapters" if path.endswith("load_lora_adapter") else path.split("/")[1]
+
+
+def _where(code: str, calls: Sequence[str], keys: Mapping[str, str], areas: Mapping[str, int]) -> str:
+    """`keys`: the scope that each call needs. `areas`: how many calls each has."""
     if code in EVERYWHERE or code in OF_NO_ROUTE:
         return "everywhere"
     if calls == [*keys]:
-        return "wherever a key is needed"
+        return "with a key"
     if calls == [call for call, scope in keys.items() if scope != "operator"]:
-        return "wherever a tenant's key is needed"
-    return ", ".join(f"`{call}`" for call in calls)
+        return "with a tenant's key"
+    if len(calls) <= _FEW:
+        return _listed(calls)
+    given = Counter(map(_area, calls))
+    return ", ".join(area if count == areas[area] else f"{area} (some)" for area, count in given.items())
 
 
 def _resolved(document: Schema, response: Schema) -> Any:

@@ -1,4 +1,4 @@
-"""The table of the compiled Triton kernels in `docs/kernels.md`, and the rules that they keep to.
+"""The table of the compiled Triton kernels in `tests/kernels/compiled.md`, and the rules that they keep to.
 
 `python -m motet.tests.rigs.compile_table` compiles with the installed Triton what the product launches, prints what
 breaks a rule, and puts the results into the page. A folder that holds another Triton can be named, and as many as
@@ -24,7 +24,7 @@ from motet.tests.rigs.kernel_launches import CASES
 from motet.tests.rigs.triton_compile import CHIPS, Compiled, Launch, compile_launch, recorded
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "kernels.md"
+PAGE = ROOT / "tests" / "kernels" / "compiled.md"
 BEGIN, END = "<!-- made by scripts/tritons", "<!-- end of the table -->"
 NARROWEST_BYTES = 16
 # Bytes of a thread's stack that are suffered. On 10.0 the compiler gives chunks of heads of 256 but 128 registers.

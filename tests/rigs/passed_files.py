@@ -45,7 +45,7 @@ class Covered:
 
 COVERED = (
     Covered("tests/interpreted/test_*.py", also=("tests/interpreted/conftest.py",)),
-    Covered("tests/kernels/test_triton*.py", also=("docs/kernels.md",)),
+    Covered("tests/kernels/test_triton*.py", also=("tests/kernels/compiled.md",)),
     Covered(
         "tests/kernels/test_first_run.py",
         also=("benchmarks/gpu/*.py", "examples/demo/base/*", "examples/demo/adapters/*/*", "kernels/cpp/*"),

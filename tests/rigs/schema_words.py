@@ -7,8 +7,8 @@ import re
 from typing import Any
 
 Schema = dict[str, Any]
-_NUMBERS = {"integer": "whole number", "number": "number"}
-_PLAIN = {"boolean": "`true` or `false`", "null": "`null`", "object": "object"}
+_NUMBERS = {"integer": "integer", "number": "number"}
+_PLAIN = {"boolean": "boolean", "null": "`null`", "object": "object"}
 
 
 def words_of(schema: Schema, *, with_null: bool = True) -> str:

@@ -1,4 +1,4 @@
-"""The baselines of the papers' benchmarks: what they reserve fits, and the figures in docs/papers.md hold."""
+"""The baselines of the papers' benchmarks: what they reserve fits, and the figures in docs/history/papers.md hold."""
 
 from __future__ import annotations
 
