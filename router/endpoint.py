@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 import msgspec
@@ -20,7 +21,6 @@ from .http.errors import ApiError, from_adapter_error, internal_error
 from .http.route import Answer, RouteSpec
 from .metrics import Metrics
 from .openai.generation_response import CLIENT_CLOSED_REQUEST
-from .registry_outages import RegistryOutages
 
 # CORS: the origins whose pages may read answers in a browser.
 
@@ -67,6 +67,28 @@ class Cors:
 
 
 _log = logging.getLogger(__name__)
+
+
+class RegistryOutages:
+    """While the registry is away one request of a tenant waits for it, and the next ones are refused at once.
+
+    `is_unreachable`: whether the router's own tries to read the registry fail; these end the outage for all tenants.
+    """
+
+    def __init__(self, is_unreachable: Callable[[], bool]) -> None:
+        self._is_unreachable = is_unreachable
+        self._tenant_ids: set[str] = set()
+
+    def check(self, tenant_id: str) -> None:
+        """Raises RegistryUnavailable if a request of the tenant has waited in vain during this outage."""
+        if not self._is_unreachable():
+            self._tenant_ids.clear()
+        elif tenant_id in self._tenant_ids:
+            raise RegistryUnavailable("the registry cannot be reached: try again in a moment")
+
+    def add(self, tenant_id: str) -> None:
+        """A request of the tenant has waited in vain."""
+        self._tenant_ids.add(tenant_id)
 
 
 class Endpoint:

@@ -29,7 +29,7 @@ from .batches.schema import Endpoint as LineRoute
 from .bodies.body_reader import BodyReader
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
-from .endpoint import Cors, Endpoint
+from .endpoint import Cors, Endpoint, RegistryOutages
 from .exposition.families import MetricsTarget
 from .fleet.dispatch import Dispatcher
 from .fleet.pin_keeper import PinKeeper
@@ -41,7 +41,6 @@ from .metrics import Metrics
 from .models_api import ModelsApi, TokenizeApi
 from .openapi_document import OpenApi
 from .operations_api import OperationsApi, Readiness
-from .registry_outages import RegistryOutages
 from .tenancy.account import Accountant, Accounts
 from .tenancy.quotas import Quotas
 from .text.text import TextService

@@ -15,13 +15,12 @@ from starlette.types import Message
 
 from motet.adapters.errors import RegistryUnavailable
 from motet.router.config import CurrentConfig
-from motet.router.endpoint import Cors, Endpoint
+from motet.router.endpoint import Cors, Endpoint, RegistryOutages
 from motet.router.http.access_log import LOGGER, AccessLog
 from motet.router.http.auth import Authenticator
 from motet.router.http.errors import unavailable, unknown_key
 from motet.router.http.route import Handler, NeededScope, RouteSpec, route, routes_of
 from motet.router.metrics import Metrics
-from motet.router.registry_outages import RegistryOutages
 from motet.tests.rigs.part_configs import router_config
 
 SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": []}

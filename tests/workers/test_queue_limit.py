@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.tests.rigs.part_configs import leader_config
-from motet.workers.fairness.priority_queues import MaxQueue
+from motet.workers.fairness.tenant_counters import MaxQueue
 from motet.workers.leader import queue_limit
 from motet.workers.leader.queue_limit import QueueLimit
 from motet.workers.leader.routed_sequences import SequenceTimers

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from motet.tests.rigs.scheduler_rig import asking, limits, quick_result, scheduler
 from motet.tests.workers.test_scheduling_cost import num_calls
 from motet.workers.fairness import tenant_counters
-from motet.workers.fairness.priority_queues import MinQueue
-from motet.workers.fairness.tenant_counters import TenantCounters
+from motet.workers.fairness.tenant_counters import MinQueue, TenantCounters
 
 
 @given(seed=st.integers(0, 2**32))

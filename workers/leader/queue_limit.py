@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heappush, heapreplace
 from typing import NamedTuple
 
-from ..fairness.priority_queues import MaxQueue
+from ..fairness.tenant_counters import MaxQueue
 from ..wire.messages import RefusalReason, SequenceError, SequenceRequest
 from .served_engine import LeaderConfig
 

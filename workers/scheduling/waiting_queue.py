@@ -8,9 +8,8 @@ from collections.abc import Callable, Collection, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import islice
 
-from ..fairness.priority_queues import Key, MinQueue
 from ..fairness.prompt_budget import PrefixHere, PromptBursts, most_passed_over, to_promote
-from ..fairness.tenant_counters import TenantCounter, prompt_price
+from ..fairness.tenant_counters import Key, MinQueue, TenantCounter, prompt_price
 from ..memory.page_allocator import Item
 from ..wire.page_keys import PageKey
 from .growing_sequence import ARRIVAL_STEP, GrowingSequence, by_arrival, remove_by_arrival
