@@ -20,9 +20,9 @@ from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
 from ..adapter import AdapterVersion, BaseIdentity
-from ..errors import CallerGone, KeyTaken
-from ..names import PLAIN_SIGHT, Sight, check_tenant, owner_of
-from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
+from ..errors import KeyTaken
+from ..names import PLAIN_SIGHT, Sight, check_tenant
+from .events import RegistryEvent, decode_adapter, decode_event, decode_key
 from .launches import Lease
 from .name_records import NameRecords
 from .redis_deadline import answered_within
@@ -39,7 +39,6 @@ from .registry_keys import (
     bind_script,
 )
 from .stored_counts import StoredCounts
-from .tenants.records import Admission, AuditEntry, encode_entry, log_entry
 
 # A set of digests that takes eight bytes for each, so that a sweep can hold those of a million adapters.
 
@@ -131,7 +130,6 @@ class Registry:
         self._clock = clock
         self.names = NameRecords(client, timeout_s, clock)
         self.stored = StoredCounts(client, timeout_s)
-        self._delete_name = bind_script(client, "delete_name.lua", allow_oom=True)
         self._give_keys = bind_script(client, "give_keys.lua", allow_oom=True)
         self._take_back_keys = bind_script(client, "take_back_keys.lua", allow_oom=True)
         self._claim_base = bind_script(client, "claim_base.lua", allow_oom=True)
@@ -189,30 +187,6 @@ class Registry:
         async with self._bounded():
             users: Sequence[str] = await self._owners_page(tenant=tenant, after=after, count=min(limit, PAGE_SIZE))
         return users
-
-    async def delete(
-        self, tenant: str, name: str, entry: AuditEntry | None = None, admission: Admission | None = None
-    ) -> AdapterDeleted | None:
-        """Removes the name with all its versions; None: there is no such name. Other arguments, CallerGone: see
-        `NameRecords.register`.
-        """
-        async with self._bounded():
-            reply = await self._delete_name(
-                field=f"{tenant}/{name}",
-                owner=owner_of(name),
-                entry=encode_entry(entry),
-                user="" if admission is None else admission.user,
-                incarnation=None if admission is None else admission.incarnation,
-                last_event=None if admission is None else admission.last_event,
-            )
-        if reply is None:
-            return None
-        if reply == 0:
-            raise CallerGone("this tenant, or its user, was deleted meanwhile")
-        deleted = AdapterDeleted(tenant, name, *map(int, reply.split(" ")))
-        if entry is not None:
-            log_entry(entry, str(deleted.version))
-        return deleted
 
     async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:
         """The current version of each (tenant, name), at most PAGE_SIZE of them; None: there is no such name."""

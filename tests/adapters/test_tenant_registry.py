@@ -290,8 +290,8 @@ async def test_every_change_is_in_the_log(
     await register(registry, "acme", "x", entry=upload)
     await register(registry, "acme", "x", entry=upload)  # changes nothing
     removal = AuditEntry(action="adapter.delete", tenant="acme", target="x", actor=tenant_key)
-    await registry.delete("acme", "x", removal)
-    assert await registry.delete("acme", "x", removal) is None
+    await registry.names.delete("acme", "x", removal)
+    assert await registry.names.delete("acme", "x", removal) is None
     _, _, _ = await keys.rotate(hash_key(key), record, 10.0, tenant_key)
     await keys.delete(hash_key(key), record, OPERATOR)
     await tenants.suspend("acme", OPERATOR)
