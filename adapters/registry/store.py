@@ -119,6 +119,17 @@ class Store:
             replies: list[Any] = await self._read(slot=self._slot, commands=_encode(commands))
         return replies
 
+    async def set_once(self, key: str, value: str) -> str:
+        """Sets a key that has no value yet, and returns the value that it has then."""
+        row = ("GET", key)
+
+        def first(rows: Snapshot) -> Transaction:
+            if rows[row] is not None:
+                return Transaction(value=rows[row])
+            return Transaction(value=value, writes=[("SET", key, value)])
+
+        return str((await self.change(first, [row])).value)
+
     async def change(
         self, make: Callable[[Snapshot], Transaction], rows: Sequence[Command], subject: str = "these records keep"
     ) -> Transaction:

@@ -164,7 +164,6 @@ class StoredCounts:
         self._client: Any = client
         self._timeout_s = timeout_s
         self._store = Store(client, timeout_s)
-        self._set_once = bind_script(client, "set_once.lua", allow_oom=True)
         self._scan_hash = bind_script(client, "scan_hash.lua")
 
     async def of(self, tenant: str, owner: str) -> tuple[StorageUse, StorageUse]:
@@ -227,8 +226,7 @@ class StoredCounts:
             if await self._client.exists(STORED_IS_COUNTED):
                 return False
         await self.recount()
-        async with answered_within(self._timeout_s):
-            await self._set_once(key=STORED_IS_COUNTED, value=1)
+        await self._store.set_once(STORED_IS_COUNTED, "1")
         return True
 
     async def recount(self) -> int:
