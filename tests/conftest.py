@@ -26,6 +26,7 @@ from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.name_records import NameRecords
 from motet.adapters.registry.redis_deadline import answered_within
 from motet.adapters.registry.registry import Registry, connect
+from motet.adapters.registry.store import Store
 from motet.cluster.launch.redis_server import RedisServer
 from motet.router import openapi_document as document
 from motet.router.bodies import body_reader
@@ -53,6 +54,7 @@ ASKS_REDIS: tuple[Callable[..., object], ...] = (
     Ledger.__init__,
     NameRecords.__init__,
     Registry.__init__,
+    Store.__init__,
 )
 
 _OWN_SETTINGS = "_hypothesis_internal_use_settings"  # of a test of hypothesis, which has no other way to its settings

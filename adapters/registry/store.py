@@ -66,7 +66,7 @@ class Bound(NamedTuple):
 
 @dataclass(kw_only=True)
 class Transaction:
-    """What a change writes, in this order. Without writes and increases nothing is."""
+    """What a change writes, in this order. Without writes and increases only bounds are checked."""
 
     value: Any = None  # for the caller
     bounds: list[Bound] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Store:
         for _ in range(MAX_TRIES):
             read = Snapshot(rows, await self.read(*rows) if rows else [])
             transaction = make(read)
-            if not (transaction.writes or transaction.increases):
+            if not (transaction.writes or transaction.increases or transaction.bounds):
                 return transaction
             script = self._transact_when_full if transaction.when_full else self._transact
             async with answered_within(self._timeout_s):

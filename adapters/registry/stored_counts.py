@@ -9,7 +9,7 @@ counted separately, in FILE_BYTES; a bound of bytes is for both together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -137,6 +137,12 @@ def add_storage_change(
     transaction.bounds += storage_limits(tenant, bounds, counts.by_owner)
 
 
+def add_file_bytes(transaction: Transaction, tenant: str, owners: Iterable[str], num_bytes: int) -> None:
+    """Adds bytes of files or of results to the counts of their owners."""
+    if num_bytes:
+        transaction.increases += [(FILE_BYTES + tenant, owner, num_bytes) for owner in owners]
+
+
 def storage_limits(
     tenant: str, bounds: Sequence[StorageBound], changes: Mapping[str, Sequence[int]]
 ) -> Iterator[Bound]:
@@ -153,8 +159,8 @@ def storage_limits(
             yield Bound(bound.stored_bytes - num_bytes, counters, refuse)
 
 
-def _refuse(bound: StorageBound, more: StorageUse, use_of: Callable[[int], StorageUse], num_stored: int) -> None:
-    check_storage(bound, use_of(num_stored), more)
+def _refuse(bound: StorageBound, more: StorageUse, of: Callable[[int], StorageUse], num_stored: int) -> None:
+    check_storage(bound, of(num_stored), more)
 
 
 class StoredCounts:
@@ -172,7 +178,7 @@ class StoredCounts:
             pipeline.hmget(STORED + tenant, ["", owner])
             pipeline.hmget(FILE_BYTES + tenant, ["", owner])
             counts, file_bytes = await pipeline.execute()
-        of_tenant, of_owner = (_use(*numbers) for numbers in zip(counts, file_bytes, strict=True))
+        of_tenant, of_owner = (use_of(*numbers) for numbers in zip(counts, file_bytes, strict=True))
         return of_tenant, of_owner
 
     async def unswept_bytes(self, tenant: str, digest: str) -> int:
@@ -263,22 +269,7 @@ class StoredCounts:
         await self._store.change(recount, [names, records, notes, unswept_row, counts_row])
 
 
-def bound_args(bounds: Sequence[StorageBound]) -> list[str]:
-    """The bounds that limit anything, as arguments of scripts."""
-    args = []
-    for bound in bounds:
-        if not bound.is_open:
-            args += [
-                bound.owner,
-                *("" if limit is None else str(limit) for limit in (bound.adapters, bound.stored_bytes)),
-            ]
-    return args
-
-
-def use_of(adapters: int | str, stored_bytes: int | str) -> StorageUse:
-    return StorageUse(int(adapters), int(stored_bytes))
-
-
-def _use(text: str | None, file_bytes: str | None) -> StorageUse:
-    adapters, num_bytes = ("0", "0") if text is None else text.split(" ")
-    return use_of(adapters, int(num_bytes) + int(file_bytes or 0))
+def use_of(count: str | None, file_bytes: str | None) -> StorageUse:
+    """What is stored by an owner: its counts in STORED and in FILE_BYTES."""
+    adapters, num_bytes = ("0", "0") if count is None else count.split(" ")
+    return StorageUse(int(adapters), int(num_bytes) + int(file_bytes or 0))
