@@ -145,7 +145,7 @@ class Store:
                 return transaction
             script = self._transact_when_full if transaction.when_full else self._transact
             async with answered_within(self._timeout_s):
-                outcome, *numbers = await script(slot=self._slot, change=_packed(transaction, read))
+                outcome, *numbers = await script(slot=self._slot, change=packed(transaction, read))
             if outcome == "done":
                 transaction.last_event = numbers[0]
                 if transaction.entry is not None:
@@ -160,7 +160,7 @@ class Store:
         raise RegistryUnavailable(f"{subject} changing: try again")
 
 
-def _packed(transaction: Transaction, rows: Snapshot) -> bytes:
+def packed(transaction: Transaction, rows: Snapshot) -> bytes:
     """As transact.lua takes it."""
     events: list[Any] = [EVENT_NUMBER, EVENTS, _MAX_EVENTS, *transaction.events] if transaction.events else []
     entries: list[Any] = []

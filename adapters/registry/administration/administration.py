@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeAlias
 
 import msgspec
 from redis.asyncio import Redis
 
 from ..redis_deadline import answered_within
-from ..registry_keys import SETTINGS, TENANTS_AUDIT, bind_script
-from ..tenants.records import Actor, AuditEntry, WrittenEntry, decode_entry, encode_entry, log_entry
+from ..registry_keys import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT
+from ..store import Snapshot, Store, Transaction
+from ..tenants.records import Actor, AuditEntry, WrittenEntry, decode_entry
 from .key_registry import KeyRegistry
 from .tenant_registry import EndOfTenant, TenantRegistry
 
 # The audit log: reading it, the newest entries first, and entries for changes of settings.
 
 _PAGE_SIZE: Final = 1000  # entries that Redis looks at in one go
+_Page: TypeAlias = tuple[str | None, list[tuple[str, dict[str, str]]]]  # where it ends, ids and fields of entries
 
 
 class AuditLog:
@@ -29,9 +31,7 @@ class AuditLog:
 
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._change_settings = bind_script(client, "administration/change_settings.lua", allow_oom=True)
-        self._read_all = bind_script(client, "administration/read_audit.lua")
-        self._read_operators = bind_script(client, "administration/read_operators_audit.lua")
+        self._store = Store(client)
 
     async def read(self, before: str, limit: int, tenant: str = "", user: str = "") -> Sequence[WrittenEntry]:
         """At most `limit` entries that are older than the one with the id `before`, if one is named.
@@ -40,25 +40,44 @@ class AuditLog:
         """
         end = f"({before}" if before else "+"
         if not tenant:
-            return await self._pages(self._read_all, end, limit)
+            return await self._pages(self._page_of_all, end, limit)
         async with answered_within():
             rows = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
         tenant_entries = [decode_entry(entry_id, fields["entry"], fields["result"]) for entry_id, fields in rows]
         if user:  # operators have no user
             return [entry for entry in tenant_entries if entry.entry.actor.user == user][:limit]
-        by_operators = await self._pages(partial(self._read_operators, tenant=tenant), end, limit)
+        by_operators = await self._pages(partial(self._page_of_operators, tenant), end, limit)
         return sorted([*tenant_entries, *by_operators], key=_place, reverse=True)[:limit]
 
-    async def _pages(self, read: Callable[..., Awaitable[Any]], end: str, limit: int) -> Sequence[WrittenEntry]:
+    async def _pages(self, read: Callable[[str], Awaitable[_Page]], end: str, limit: int) -> Sequence[WrittenEntry]:
         entries: list[WrittenEntry] = []
         while len(entries) < limit:
-            async with answered_within():
-                last, *rows = await read(last=end, count=_PAGE_SIZE)
-            entries += map(decode_entry, rows[::3], rows[1::3], rows[2::3])
-            if not last:
+            last, rows = await read(end)
+            entries += (decode_entry(entry_id, fields["entry"], fields["result"]) for entry_id, fields in rows)
+            if last is None:
                 break
             end = f"({last}"
         return entries[:limit]
+
+    async def _page_of_all(self, end: str) -> _Page:
+        """Entries of all logs from `end` on, the newest first, and the id of the last; None: there are no more."""
+        async with answered_within():
+            order = await self._client.xrevrange(AUDIT_ORDER, end, "-", count=_PAGE_SIZE)
+        logs = [TENANTS_AUDIT + fields["whose"] if fields["whose"] else AUDIT for _, fields in order]
+        reads = (("XRANGE", log, entry_id, entry_id) for log, (entry_id, _) in zip(logs, order, strict=True))
+        page = []
+        for entry in await self._store.read(*reads):
+            if entry:  # else it was dropped meanwhile
+                ((entry_id, words),) = entry
+                page.append((entry_id, dict(zip(words[::2], words[1::2], strict=True))))
+        return order[-1][0] if len(order) == _PAGE_SIZE else None, page
+
+    async def _page_of_operators(self, tenant: str, end: str) -> _Page:
+        """The same of operators' entries that are about the tenant."""
+        async with answered_within():
+            page = await self._client.xrevrange(AUDIT, end, "-", count=_PAGE_SIZE)
+        last = page[-1][0] if len(page) == _PAGE_SIZE else None
+        return last, [(entry_id, fields) for entry_id, fields in page if fields["tenant"] == tenant]
 
     async def note_settings(self, settings: Mapping[str, object]) -> bool:
         """Whether these settings differ from those that were noted last. If so, an entry lists what has changed.
@@ -66,31 +85,28 @@ class AuditLog:
         Every router calls it with its settings, and one of them writes. Secrets must not be among them.
         """
         text = msgspec.json.encode(settings, order="sorted").decode()
-        while True:
-            async with answered_within():
-                before: str = await self._client.get(SETTINGS) or ""
+        row = ("GET", SETTINGS)
+
+        def note(rows: Snapshot) -> Transaction:
+            before = rows[row]
             if before == text:
-                return False
-            old = msgspec.json.decode(before or "{}", type=dict[str, object])
-            new = msgspec.json.decode(text, type=dict[str, object])
+                return Transaction(value=False)
             changed: dict[str, object] = {}
-            if before:  # the first settings change nothing
+            if before is not None:  # the first settings change nothing
+                old = msgspec.json.decode(before, type=dict[str, object])
+                new = msgspec.json.decode(text, type=dict[str, object])
                 for name in sorted(old.keys() | new.keys()):  # a release may remove one
                     if old.get(name) != new.get(name):
                         changed[name] = {"from": old.get(name), "to": new.get(name)}
             entry = AuditEntry(
-                action="settings.change" if before else "settings.first",
+                action="settings.first" if before is None else "settings.change",
                 tenant="",
                 changed=changed,
                 actor=Actor(kind="configuration"),
             )
-            async with answered_within():
-                is_noted = await self._change_settings(
-                    old_settings=before, new_settings=text, entry=encode_entry(entry)
-                )
-            if is_noted:
-                log_entry(entry)
-                return True
+            return Transaction(value=True, writes=[("SET", SETTINGS, text)], entry=entry)
+
+        return bool((await self._store.change(note, [row])).value)
 
 
 def _place(written: WrittenEntry) -> tuple[int, int]:
