@@ -20,8 +20,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
+from ... import __version__
 from ..adapter import AdapterVersion, BaseIdentity
-from ..errors import KeyTaken
+from ..errors import KeyTaken, OtherLayout
 from ..names import PLAIN_SIGHT, Sight, check_tenant
 from .events import RegistryEvent, decode_adapter, decode_event, decode_key
 from .launches import Lease, launches_by_hash, mark_rows
@@ -34,6 +35,7 @@ from .registry_keys import (
     EVENT_NUMBER,
     EVENTS,
     LAUNCH_KEYS,
+    LAYOUT,
     NAMES,
     PINS,
     STREAM_KEY,
@@ -69,6 +71,7 @@ class DigestSet:
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
 _KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
+LAYOUT_NUMBER = 1  # of registry_keys.py; a release that changes it reads the one before
 PAGE_SIZE = 1000  # of what is read in pages: a few milliseconds of Redis's time
 
 
@@ -182,7 +185,7 @@ class Registry:
         check_tenant(tenant)
         async with self._bounded():
             users: Sequence[str] = await self._first_words(
-                beginning=f"{tenant}/~", after=after, stop=f"({tenant}0", count=min(limit, PAGE_SIZE)
+                names=NAMES, beginning=f"{tenant}/~", after=after, stop=f"({tenant}0", count=min(limit, PAGE_SIZE)
             )
         return users
 
@@ -222,7 +225,7 @@ class Registry:
         cursor = "0"
         while True:
             async with self._bounded():
-                cursor, page = await self._scan_digests(cursor=cursor, count=PAGE_SIZE)
+                cursor, page = await self._scan_digests(adapters=ADAPTERS, cursor=cursor, count=PAGE_SIZE)
             pages.append(page)
             if cursor == "0":
                 return DigestSet(pages)
@@ -233,7 +236,7 @@ class Registry:
         after = ""
         while True:
             async with self._bounded():
-                page = await self._first_words(beginning="", after=after, stop="+", count=PAGE_SIZE)
+                page = await self._first_words(names=NAMES, beginning="", after=after, stop="+", count=PAGE_SIZE)
                 scores = await self._command("ZMSCORE", NAMES, *(f"{tenant}/{name}" for tenant in page)) if page else []
             tenants.update(tenant for tenant, score in zip(page, scores, strict=True) if score is not None)
             if len(page) < PAGE_SIZE:
@@ -286,6 +289,18 @@ class Registry:
         return {
             decode_key(key_hash, record).tenant for key_hash, record in keys.items() if owners.get(key_hash) != {owner}
         }
+
+    async def claim_layout(self) -> None:
+        """Records the layout of what this version of motet stores, if the registry has none yet.
+
+        Raises OtherLayout if a later version has changed it.
+        """
+        number, _, version = (await self._store.set_once(LAYOUT, f"{LAYOUT_NUMBER} {__version__}")).partition(" ")
+        if int(number) > LAYOUT_NUMBER:
+            raise OtherLayout(
+                f"the registry in Redis has layout {number}, which needs motet {version} or later: this is motet "
+                f"{__version__}, which reads layout {LAYOUT_NUMBER}"
+            )
 
     async def claim_base(self, base: BaseIdentity, remedy: str, *, if_empty: bool) -> None:
         """Records that the registry belongs to `base`, if it belongs to none yet, or `if_empty` and it has no adapters.

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from motet import __version__
 from motet.adapters.adapter import AdapterVersion, BaseIdentity
-from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
+from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, OtherLayout, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import PAGE_SIZE, Position, Registry, connect, hash_key
-from motet.adapters.registry.registry_keys import PREFIX
+from motet.adapters.registry.registry import LAYOUT_NUMBER, PAGE_SIZE, Position, Registry, connect, hash_key
+from motet.adapters.registry.registry_keys import LAYOUT, PREFIX
 from motet.tests.rigs.given_keys import give_key, take_back_key, tenant_of_key
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -228,6 +229,19 @@ async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
     await registry.names.register("acme", "x", **facts())
     with pytest.raises(OtherBase):
         await registry.claim_base(mine, "go away", if_empty=True)
+
+
+async def test_a_registry_whose_layout_is_later_is_refused(registry: Registry, redis_client: Redis) -> None:
+    await registry.claim_layout()
+    assert await redis_client.get(LAYOUT) == f"{LAYOUT_NUMBER} {__version__}"
+    await redis_client.set(LAYOUT, f"{LAYOUT_NUMBER} 0.0.1")
+    await registry.claim_layout()
+    assert await redis_client.get(LAYOUT) == f"{LAYOUT_NUMBER} 0.0.1"
+    await redis_client.set(LAYOUT, f"{LAYOUT_NUMBER + 1} 77.3.0")
+    with pytest.raises(
+        OtherLayout, match=rf"layout {LAYOUT_NUMBER + 1}, which needs motet 77\.3\.0 or later.*layout 1"
+    ):
+        await registry.claim_layout()
 
 
 async def test_changes_are_reported_in_order_and_only_once(registry: Registry) -> None:
