@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Final, Self, TypeAlias
+from typing import Any, Final, Self
 
 import msgspec
 from redis.asyncio import Redis
 
 from ..redis_deadline import answered_within
-from ..registry_keys import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT
+from ..registry_keys import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT, bind_script
 from ..store import Snapshot, Store, Transaction
 from ..tenants.records import Actor, AuditEntry, WrittenEntry, decode_entry
 from .key_registry import KeyRegistry
@@ -20,7 +19,6 @@ from .tenant_registry import EndOfTenant, TenantRegistry
 # The audit log: reading it, the newest entries first, and entries for changes of settings.
 
 _PAGE_SIZE: Final = 1000  # entries that Redis looks at in one go
-_Page: TypeAlias = tuple[str | None, list[tuple[str, dict[str, str]]]]  # where it ends, ids and fields of entries
 
 
 class AuditLog:
@@ -32,6 +30,7 @@ class AuditLog:
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
         self._store = Store(client)
+        self._read_page = bind_script(client, "read_audit.lua")
 
     async def read(self, before: str, limit: int, tenant: str = "", user: str = "") -> Sequence[WrittenEntry]:
         """At most `limit` entries that are older than the one with the id `before`, if one is named.
@@ -40,44 +39,26 @@ class AuditLog:
         """
         end = f"({before}" if before else "+"
         if not tenant:
-            return await self._pages(self._page_of_all, end, limit)
+            return await self._pages("", end, limit)
         async with answered_within():
             rows = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
         tenant_entries = [decode_entry(entry_id, fields["entry"], fields["result"]) for entry_id, fields in rows]
         if user:  # operators have no user
             return [entry for entry in tenant_entries if entry.entry.actor.user == user][:limit]
-        by_operators = await self._pages(partial(self._page_of_operators, tenant), end, limit)
+        by_operators = await self._pages(tenant, end, limit)
         return sorted([*tenant_entries, *by_operators], key=_place, reverse=True)[:limit]
 
-    async def _pages(self, read: Callable[[str], Awaitable[_Page]], end: str, limit: int) -> Sequence[WrittenEntry]:
+    async def _pages(self, tenant: str, end: str, limit: int) -> Sequence[WrittenEntry]:
+        logs = {"audit": AUDIT, "audit_order": AUDIT_ORDER, "tenant_audit_prefix": TENANTS_AUDIT}
         entries: list[WrittenEntry] = []
         while len(entries) < limit:
-            last, rows = await read(end)
-            entries += (decode_entry(entry_id, fields["entry"], fields["result"]) for entry_id, fields in rows)
-            if last is None:
+            async with answered_within():
+                last, *rows = await self._read_page(**logs, tenant=tenant, last=end, count=_PAGE_SIZE)
+            entries += map(decode_entry, rows[::3], rows[1::3], rows[2::3])
+            if not last:
                 break
             end = f"({last}"
         return entries[:limit]
-
-    async def _page_of_all(self, end: str) -> _Page:
-        """Entries of all logs from `end` on, the newest first, and the id of the last; None: there are no more."""
-        async with answered_within():
-            order = await self._client.xrevrange(AUDIT_ORDER, end, "-", count=_PAGE_SIZE)
-        logs = [TENANTS_AUDIT + fields["whose"] if fields["whose"] else AUDIT for _, fields in order]
-        reads = (("XRANGE", log, entry_id, entry_id) for log, (entry_id, _) in zip(logs, order, strict=True))
-        page = []
-        for entry in await self._store.read(*reads):
-            if entry:  # else it was dropped meanwhile
-                ((entry_id, words),) = entry
-                page.append((entry_id, dict(zip(words[::2], words[1::2], strict=True))))
-        return order[-1][0] if len(order) == _PAGE_SIZE else None, page
-
-    async def _page_of_operators(self, tenant: str, end: str) -> _Page:
-        """The same of operators' entries that are about the tenant."""
-        async with answered_within():
-            page = await self._client.xrevrange(AUDIT, end, "-", count=_PAGE_SIZE)
-        last = page[-1][0] if len(page) == _PAGE_SIZE else None
-        return last, [(entry_id, fields) for entry_id, fields in page if fields["tenant"] == tenant]
 
     async def note_settings(self, settings: Mapping[str, object]) -> bool:
         """Whether these settings differ from those that were noted last. If so, an entry lists what has changed.
