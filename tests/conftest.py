@@ -137,7 +137,8 @@ def _halve_examples(test: Callable[..., object] | None) -> None:
 
 def patient_defaults(function: Callable[..., object]) -> tuple[object, ...]:
     """Its default arguments, with the tests' patience for `timeout_s`."""
-    given = [one for one in inspect.signature(function).parameters.values() if one.default is not one.empty]
+    parameters = inspect.signature(function).parameters.values()
+    given = [one for one in parameters if one.default is not one.empty and one.kind is not one.KEYWORD_ONLY]
     assert any(one.name == "timeout_s" for one in given)
     return tuple(PATIENCE_S if one.name == "timeout_s" else one.default for one in given)
 

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 from redis.asyncio import Redis
@@ -40,6 +41,7 @@ ANSWERS_KEPT_S: Final = 86_400  # how long feedback on one is taken
 COUNTS_KEPT_S: Final = 7 * 86_400  # after the last answer
 MAX_COMMENTS: Final = 100  # of a canary
 _FAILURE_KEPT_S: Final = 600
+_PAGE: Final = 100  # answers that are counted at once: a few milliseconds of Redis's time
 
 _ARMS: Final[tuple[Arm, ...]] = ("stable", "canary", "shadow")
 _FAILED: Final = PREFIX + "failed:"  # + tenant/name@version: why a gang could not load it; expires
@@ -96,16 +98,10 @@ class CanaryCounts:
     async def add(self, outcomes: Sequence[Outcome]) -> None:
         """Counts those answers that have not been counted yet, within the bounds of their sticky keys."""
         now = time.time()
-        rows = [row for outcome in outcomes for row in _rows_of(outcome, len(outcomes))]
-
-        def addition(read: Snapshot) -> Transaction:
-            counting = _Counting(read)
-            for outcome in outcomes:
-                counting.add_answer(outcome, now)
-            counting.forget_answers({outcome.tenant_id for outcome in outcomes}, len(outcomes))
-            return counting.change()
-
-        await self._store.change(addition, [*dict.fromkeys(rows)])
+        for start in range(0, len(outcomes), _PAGE):
+            page = outcomes[start : start + _PAGE]
+            rows = [row for outcome in page for row in _rows_of(outcome)]
+            await self._store.change(partial(_addition, page, now), [*dict.fromkeys(rows)])
 
     async def rate(
         self, tenant_id: str, response_id: str, *, is_good: bool, comment: str = "", sight: Sight = FULL_SIGHT
@@ -215,15 +211,26 @@ def _sticky_rows(trial: str, arm: str, kinds: Iterable[str], sticky_key: str) ->
     return [("HLEN", sticky), *(("HGET", sticky, field) for field in fields)]
 
 
-def _rows_of(outcome: Outcome, num_outcomes: int) -> list[Command]:
-    """What counting the outcome reads. The first `num_outcomes` answers are those that make room."""
-    order = ANSWER_ORDER + outcome.tenant_id
+def _rows_of(outcome: Outcome) -> list[Command]:
+    """What counting the outcome reads."""
     return [
         ("HGET", ANSWERS + outcome.tenant_id, outcome.response_id),
-        ("ZCARD", order),
-        ("ZRANGE", order, 0, num_outcomes - 1),
+        *_order_rows(outcome.tenant_id),
         *_sticky_rows(outcome.canary_id, outcome.arm, map(kind_of, outcome.counted), outcome.sticky),
     ]
+
+
+def _order_rows(tenant_id: str) -> list[Command]:
+    """How many answers are remembered, and those that make room for others."""
+    return [("ZCARD", ANSWER_ORDER + tenant_id), ("ZRANGE", ANSWER_ORDER + tenant_id, 0, _PAGE - 1)]
+
+
+def _addition(outcomes: Sequence[Outcome], now: float, rows: Snapshot) -> Transaction:
+    counting = _Counting(rows)
+    for outcome in outcomes:
+        counting.add_answer(outcome, now)
+    counting.forget_answers({outcome.tenant_id for outcome in outcomes})
+    return counting.change()
 
 
 class _Counting:
@@ -265,13 +272,14 @@ class _Counting:
             self.writes.append(("HINCRBY", UPDATED_TRIALS, trial, 1))
         self.seconds_kept[answers] = self.seconds_kept[ANSWER_ORDER + outcome.tenant_id] = ANSWERS_KEPT_S
 
-    def forget_answers(self, tenant_ids: Iterable[str], num_outcomes: int) -> None:
+    def forget_answers(self, tenant_ids: Iterable[str]) -> None:
         """Makes room for the new answers: the oldest go first."""
         for tenant_id in tenant_ids:
             answers, order = ANSWERS + tenant_id, ANSWER_ORDER + tenant_id
-            num_over = self._rows.peek(("ZCARD", order)) + len(self._new_ids[answers]) - MAX_ANSWERS
-            oldest = self._rows.peek(("ZRANGE", order, 0, num_outcomes - 1))[: max(num_over, 0)]
-            if oldest:
+            num_answers, oldest = map(self._rows.peek, _order_rows(tenant_id))
+            num_over = num_answers + len(self._new_ids[answers]) - MAX_ANSWERS
+            if num_over > 0 and oldest:
+                oldest = oldest[:num_over]
                 self.writes += [("HDEL", answers, *oldest), ("ZREM", order, *oldest)]
 
     def admits(self, trial: str, arm: str, kind: str, sticky_key: str) -> bool:

@@ -208,8 +208,8 @@ class NameRecords:
 
 
 def _rows_of(field: str, admission: Admission | None = None, owner: str = "") -> list[Command]:
-    tables = ADAPTERS, VERSIONS, VERSION_NOTES
-    return [*(("HGET", table, field) for table in tables), *caller_rows(field.partition("/")[0], admission, owner)]
+    caller = caller_rows(field.partition("/")[0], admission, owner)
+    return [("HGET", ADAPTERS, field), ("HGET", VERSIONS, field), ("HGET", VERSION_NOTES, field), *caller]
 
 
 def _read_name(rows: Snapshot, field: str) -> tuple[NameState | None, int]:

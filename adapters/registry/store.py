@@ -75,9 +75,7 @@ class Transaction:
     events: list[tuple[str, str, str | Numbered]] = field(default_factory=list)  # kind, field, value
     entry: AuditEntry | None = None
     result: str = ""  # of the entry
-    when_full: bool = (
-        True  # whether it is written while Redis is at its bound of memory: it frees some, or takes little
-    )
+    when_full: bool = True  # also while Redis is at its bound of memory: it frees some, or takes little
     last_event: int = 0  # set when it was written: the number of the last event before its own
 
 
@@ -111,9 +109,9 @@ class Store:
         self._transact_when_full = bind_script(client, "transact.lua", allow_oom=True)
 
     async def read(self, *commands: Command) -> list[Any]:
-        """The replies, all of one moment:
+        """The replies, all of one moment.
 
-        fields, records = await store.read(("ZRANGE", NAMES, 0, 9), ("HGET", ADAPTERS, (1,)))
+        >>> fields, records = await store.read(("ZRANGE", NAMES, 0, 9), ("HGET", ADAPTERS, (1,)))
         """
         async with answered_within(self._timeout_s):
             replies: list[Any] = await self._read(slot=self._slot, commands=_encode(commands))

@@ -80,16 +80,18 @@ class Counts:
     """Adapters and bytes by owner: what is stored, or what a change adds."""
 
     def __init__(self) -> None:
-        self.by_owner: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self.by_owner: defaultdict[str, list[int]] = defaultdict([0, 0].copy)
 
     def add_bytes(self, content: Content, sign: int = 1) -> None:
         for owner in content.owners:
             self.by_owner[owner][1] += sign * content.num_bytes
 
     def add_name(self, contents: Sequence[Content], sign: int = 1) -> None:
+        owners: set[str] = set()
         for content in contents:
             self.add_bytes(content, sign)
-        for owner in {owner for content in contents for owner in content.owners}:
+            owners.update(content.owners)
+        for owner in owners:
             self.by_owner[owner][0] += sign
 
 
@@ -116,7 +118,8 @@ def add_storage_change(
     old, new = _contents(before), _contents(after)
     counts.add_name(old, -1)
     counts.add_name(new)
-    lost, gained = ({content.digest: content for content in contents} for contents in (old, new))
+    lost = {content.digest: content for content in old}
+    gained = {content.digest: content for content in new}
     for digest, content in lost.items():
         if digest in gained:
             continue

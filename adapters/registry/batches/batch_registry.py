@@ -51,6 +51,7 @@ class BatchRegistry:
         tenant_id, batches, queue = batch.tenant_id, BATCHES + batch.tenant_id, BATCH_QUEUE + batch.tenant_id
         file_row = ("HEXISTS", FILES + tenant_id, batch.input_file_id)
         ids_row, count_row, queue_row = ("HKEYS", batches), ("HLEN", batches), ("SMEMBERS", queue)
+        now = self.clock()
 
         def addition(rows: Snapshot) -> Transaction:
             check_caller(rows, batch.tenant, admission, "", f"the tenant {batch.tenant}, or its user, was deleted")
@@ -66,7 +67,7 @@ class BatchRegistry:
             change.writes += [
                 ("HSET", batches, batch.id, _encode(batch).decode()),
                 ("SADD", queue, batch.id),
-                ("ZADD", BATCH_TENANTS, "NX", self.clock(), tenant_id),
+                ("ZADD", BATCH_TENANTS, "NX", now, tenant_id),
                 ("ZADD", FILE_ENDS, kept_until, f"{tenant_id}/{batch.id}"),
             ]
             return change
@@ -132,11 +133,11 @@ class BatchRegistry:
             add_file_bytes(change, new.tenant, owners, more)
             is_exceeded = False
             if limits:
-                for (owner, limit), count, file_bytes in zip(
-                    limits.items(), rows.peek(counts_row), rows.peek(bytes_row), strict=True
-                ):
-                    num_stored = use_of(count, file_bytes).stored_bytes + (more if owner in owners else 0)
-                    is_exceeded = is_exceeded or num_stored > limit
+                counts = zip(limits, rows.peek(counts_row), rows.peek(bytes_row), strict=True)
+                is_exceeded = any(
+                    use_of(count, file_bytes).stored_bytes + (more if owner in owners else 0) > limits[owner]
+                    for owner, count, file_bytes in counts
+                )
             if new.has_ended and not old.has_ended:
                 _end(change, rows, new)
                 change.writes.append(("ZADD", FILE_ENDS, kept_until, place_of(new)))
