@@ -176,7 +176,7 @@ def packed(transaction: Transaction, rows: Snapshot) -> bytes:
 def reply_text(reply: Any) -> str:
     """A reply as transact.lua compares it."""
     if isinstance(reply, list):
-        return "\n".join(["" if part is None else str(part) for part in reply])
+        return "\n".join(map(reply_text, reply))
     return "" if reply is None else str(reply)
 
 

@@ -8,11 +8,10 @@ counted separately, in FILE_BYTES; a bound of bytes is for both together.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from redis.asyncio import Redis
 
@@ -31,7 +30,6 @@ from .registry_keys import (
 from .store import Bound, Command, Numbered, Snapshot, Store, Transaction
 from .tenants.records import StorageBound, StorageUse, check_storage, user_owner
 from .versions.name_state import NameState, VersionNote, decode_name
-from .versions.rollout import versions_of
 
 _PAGE: Final = 500  # of tenants, or of a tenant's entries
 _NO_NOTE: Final = VersionNote()
@@ -66,40 +64,34 @@ class Content(NamedTuple):
     key_id: str  # its uploader's; empty: unknown
     user: str  # the user that it belongs to; empty: no user
 
-    @property
-    def owners(self) -> list[str]:
-        return owners_of(self.key_id, self.user)
-
 
 def owners_of(key_id: str, user: str) -> list[str]:
     """The owners whose counts include what this key has uploaded for this user."""
     return ["", *([key_id] if key_id else ()), *([user_owner(user)] if user else ())]
 
 
-class Counts:
-    """Adapters and bytes by owner: what is stored, or what a change adds."""
+Counts: TypeAlias = dict[str, list[int]]  # owner -> adapters and bytes: what is stored, or what a change adds
 
-    def __init__(self) -> None:
-        self.by_owner: defaultdict[str, list[int]] = defaultdict([0, 0].copy)
 
-    def add_bytes(self, content: Content, sign: int = 1) -> None:
-        for owner in content.owners:
-            self.by_owner[owner][1] += sign * content.num_bytes
+def _add_bytes(counts: Counts, content: Content, sign: int = 1) -> None:
+    for owner in owners_of(content.key_id, content.user):
+        counts.setdefault(owner, [0, 0])[1] += sign * content.num_bytes
 
-    def add_name(self, contents: Sequence[Content], sign: int = 1) -> None:
-        owners: set[str] = set()
-        for content in contents:
-            self.add_bytes(content, sign)
-            owners.update(content.owners)
-        for owner in owners:
-            self.by_owner[owner][0] += sign
+
+def _add_name(counts: Counts, contents: Sequence[Content], sign: int = 1) -> None:
+    owners: set[str] = set()
+    for content in contents:
+        _add_bytes(counts, content, sign)
+        owners.update(owners_of(content.key_id, content.user))
+    for owner in owners:
+        counts[owner][0] += sign
 
 
 def _contents(state: NameState | None) -> list[Content]:
     contents: list[Content] = []
     if state is None:
         return contents
-    for version in versions_of(state.current):
+    for version in (state.current, *state.rollout.others):
         note = state.notes.versions.get(version.version, _NO_NOTE)
         contents.append(Content(version.digest, version.num_bytes + version.packed_bytes, note.uploaded_by, note.user))
     return contents
@@ -114,10 +106,10 @@ def add_storage_change(
     bounds: Sequence[StorageBound] = (),
 ) -> None:
     """Adds what a change of a name stores, within `bounds`. The first event of the transaction is the change's."""
-    counts = Counts()
+    counts: Counts = {}
     old, new = _contents(before), _contents(after)
-    counts.add_name(old, -1)
-    counts.add_name(new)
+    _add_name(counts, old, -1)
+    _add_name(counts, new)
     lost = {content.digest: content for content in old}
     gained = {content.digest: content for content in new}
     for digest, content in lost.items():
@@ -125,7 +117,7 @@ def add_storage_change(
             continue
         entry = rows["HGET", UNSWEPT + tenant, digest]
         if entry is None:
-            counts.add_bytes(content)
+            _add_bytes(counts, content)
         else:
             content = Unswept(digest, entry).content
         text = Numbered("", f" {content.num_bytes} {content.key_id}" + (content.user and f" {content.user}"))
@@ -133,11 +125,11 @@ def add_storage_change(
         transaction.writes.append(("SADD", UNSWEPT_TENANTS, tenant))
     for digest in gained:
         if digest not in lost and (entry := rows["HGET", UNSWEPT + tenant, digest]) is not None:
-            counts.add_bytes(Unswept(digest, entry).content, -1)
+            _add_bytes(counts, Unswept(digest, entry).content, -1)
             transaction.writes.append(("HDEL", UNSWEPT + tenant, digest))
-    for owner, change in counts.by_owner.items():
+    for owner, change in counts.items():
         transaction.increases.append((STORED + tenant, owner, *change))
-    transaction.bounds += storage_limits(tenant, bounds, counts.by_owner)
+    transaction.bounds += storage_limits(tenant, bounds, counts)
 
 
 def add_file_bytes(transaction: Transaction, tenant: str, owners: Iterable[str], num_bytes: int) -> None:
@@ -217,14 +209,15 @@ class StoredCounts:
         rows: list[Command] = [("HGET", UNSWEPT + tenant, content.digest) for content in unswept]
 
         def release(read: Snapshot) -> Transaction:
-            counts, transaction = Counts(), Transaction()
+            counts: Counts = {}
+            transaction = Transaction()
             for row, content in zip(rows, unswept, strict=True):
                 if read[row] == content.entry:
-                    counts.add_bytes(content.content, -1)
+                    _add_bytes(counts, content.content, -1)
                     transaction.writes.append(("HDEL", UNSWEPT + tenant, content.digest))
             if read["HLEN", UNSWEPT + tenant] == len(transaction.writes):
                 transaction.writes.append(("SREM", UNSWEPT_TENANTS, tenant))
-            transaction.increases += [(STORED + tenant, owner, *count) for owner, count in counts.by_owner.items()]
+            transaction.increases += [(STORED + tenant, owner, *count) for owner, count in counts.items()]
             return transaction
 
         await self._store.change(release, [*rows, ("HLEN", UNSWEPT + tenant)])
@@ -259,13 +252,14 @@ class StoredCounts:
         records, notes = ("HGET", ADAPTERS, (1,)), ("HGET", VERSION_NOTES, (1,))
 
         def recount(rows: Snapshot) -> Transaction:
-            counts, before = Counts(), rows[counts_row]
+            counts: Counts = {}
+            before = rows[counts_row]
             for row in zip(*map(rows.peek, (names, records, notes)), strict=True):
-                counts.add_name(_contents(decode_name(*row)))
+                _add_name(counts, _contents(decode_name(*row)))
             for entry in rows.peek(unswept_row):
-                counts.add_bytes(Unswept("", entry).content)
+                _add_bytes(counts, Unswept("", entry).content)
             transaction = Transaction(writes=[("DEL", STORED + tenant)] if before else [])
-            for owner, (adapters, num_bytes) in counts.by_owner.items():
+            for owner, (adapters, num_bytes) in counts.items():
                 transaction.writes.append(("HSET", STORED + tenant, owner, f"{adapters} {num_bytes}"))
             return transaction
 

@@ -110,6 +110,15 @@ async def test_what_was_unswept_before_there_were_users_is_read(registry: Regist
     assert await registry.stored.of("acme", "k1") == (StorageUse(), StorageUse())
 
 
+async def test_content_of_several_versions_waits_for_its_sweep_as_the_last_one_s(
+    registry: Registry, redis_client: Redis
+) -> None:
+    for content, key in ((1, "k1"), (2, "k2"), (1, "k3"), (3, "k4")):
+        await put(registry, "x", content, 10, key=key)
+    await registry.names.delete("acme", "x")
+    assert await redis_client.hget(UNSWEPT + "acme", f"{1:064x}") == "5 10 k3"
+
+
 async def test_versions_that_go_count_until_they_are_swept(registry: Registry) -> None:
     for content in range(MAX_VERSIONS + 5):
         await put(registry, "x", content, 10)
