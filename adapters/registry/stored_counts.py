@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from redis.asyncio import Redis
 
+from ..adapter import AdapterVersion
 from .redis_deadline import answered_within
 from .registry_keys import (
     ADAPTERS,
@@ -30,6 +31,7 @@ from .registry_keys import (
 from .store import Bound, Command, Numbered, Snapshot, Store, Transaction
 from .tenants.records import StorageBound, StorageUse, check_storage, user_owner
 from .versions.name_state import NameState, VersionNote, decode_name
+from .versions.rollout import VersionFacts
 
 _PAGE: Final = 500  # of tenants, or of a tenant's entries
 _NO_NOTE: Final = VersionNote()
@@ -91,7 +93,8 @@ def _contents(state: NameState | None) -> list[Content]:
     contents: list[Content] = []
     if state is None:
         return contents
-    for version in (state.current, *state.rollout.others):
+    versions: list[AdapterVersion | VersionFacts] = [state.current, *state.rollout.others]
+    for version in versions:
         note = state.notes.versions.get(version.version, _NO_NOTE)
         contents.append(Content(version.digest, version.num_bytes + version.packed_bytes, note.uploaded_by, note.user))
     return contents
