@@ -23,7 +23,6 @@ AdapterError
 ├── NoSuchFile            (HTTP 404)
 ├── FileInUse             a batch that has not ended reads the file (HTTP 409)
 ├── KeyTaken              an API key belongs to another tenant already (a launch is refused)
-├── OtherLayout           a later version of motet has changed how the registry is stored (a launch is refused)
 └── OtherBase             a store or registry holds adapters of another base (a launch is refused)
 ```
 """
@@ -120,10 +119,6 @@ class FileInUse(AdapterError):  # noqa: N818
 
 
 class KeyTaken(AdapterError):  # noqa: N818
-    pass
-
-
-class OtherLayout(AdapterError):  # noqa: N818
     pass
 
 

@@ -54,6 +54,7 @@ ON_OLDEST_REDIS = [  # what differs between servers: full memory, numbers in scr
             "canary_counts",
             "lua_script",
             "record_store",
+            "registry_layout",
         )
     ),
 ]

@@ -22,7 +22,7 @@ from redis.credentials import CredentialProvider
 
 from ... import __version__
 from ..adapter import AdapterVersion, BaseIdentity
-from ..errors import KeyTaken, OtherLayout
+from ..errors import AdapterError, KeyTaken
 from ..names import PLAIN_SIGHT, Sight, check_tenant
 from .events import RegistryEvent, decode_adapter, decode_event, decode_key
 from .launches import Lease, launches_by_hash, mark_rows
@@ -113,6 +113,10 @@ def connect(url: str, timeout_s: float = 2.0, credentials: CredentialProvider | 
 def hash_key(key: str) -> str:
     """The hash that the registry stores in place of an API key. Keys are random, so SHA-256 needs no salt."""
     return sha256(key.encode()).hexdigest()
+
+
+class OtherLayout(AdapterError):  # noqa: N818
+    """A later version of motet has changed how the registry is stored: a launch is refused."""
 
 
 class RedisMemory(NamedTuple):
@@ -269,12 +273,12 @@ class Registry:
                 ):
                     raise _key_taken(tenants_by_hash[key_hash], owner_name)
         for page in _pages(list(tenants_by_hash)):
-            await self._store.change(partial(_gift, owner, page, tenants_by_hash), _key_rows(page))
+            await self._store.change(partial(_addition_of_keys, owner, page, tenants_by_hash), _key_rows(page))
         async with self._bounded():
             marks = await self._command("SMEMBERS", LAUNCH_KEYS)
         mine = (key_hash for giver, key_hash in (mark.split(" ") for mark in marks) if giver == owner)
         for page in _pages([key_hash for key_hash in mine if key_hash not in tenants_by_hash]):
-            await self._store.change(partial(_return, owner, page), mark_rows(page))
+            await self._store.change(partial(_removal_of_keys, owner, page), mark_rows(page))
 
     async def tenants_besides(self, owner: str) -> set[str]:
         """Tenants that have a key from `KeyRegistry` or from another owner of launch keys than this one."""
@@ -377,7 +381,7 @@ def _key_rows(hashes: Sequence[str]) -> list[Command]:
     return [("HMGET", API_KEYS, *hashes), *mark_rows(hashes)]
 
 
-def _gift(owner: str, hashes: Sequence[str], tenants: Mapping[str, str], rows: Snapshot) -> Transaction:
+def _addition_of_keys(owner: str, hashes: Sequence[str], tenants: Mapping[str, str], rows: Snapshot) -> Transaction:
     """Adds keys that a launch gives, by their hashes."""
     change, launches = Transaction(), launches_by_hash(rows, hashes)
     for key_hash, record in zip(hashes, rows[_key_rows(hashes)[0]], strict=True):
@@ -392,7 +396,7 @@ def _gift(owner: str, hashes: Sequence[str], tenants: Mapping[str, str], rows: S
     return change
 
 
-def _return(owner: str, hashes: Sequence[str], rows: Snapshot) -> Transaction:
+def _removal_of_keys(owner: str, hashes: Sequence[str], rows: Snapshot) -> Transaction:
     """Removes keys that a launch no longer gives. Those that no other launch gives are deleted."""
     change, launches = Transaction(), launches_by_hash(rows, hashes)
     for key_hash in hashes:

@@ -8,9 +8,17 @@ from redis.asyncio import Redis
 
 from motet import __version__
 from motet.adapters.adapter import AdapterVersion, BaseIdentity
-from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, OtherLayout, RegistryUnavailable
+from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import LAYOUT_NUMBER, PAGE_SIZE, Position, Registry, connect, hash_key
+from motet.adapters.registry.registry import (
+    LAYOUT_NUMBER,
+    PAGE_SIZE,
+    OtherLayout,
+    Position,
+    Registry,
+    connect,
+    hash_key,
+)
 from motet.adapters.registry.registry_keys import LAYOUT, PREFIX
 from motet.tests.rigs.given_keys import give_key, take_back_key, tenant_of_key
 from motet.tests.rigs.patience import PATIENCE_S

@@ -9,10 +9,10 @@ import pytest
 from redis.asyncio import Redis
 from safetensors.torch import load_file, save_file
 
-from motet.adapters.errors import KeyTaken, OtherBase, OtherLayout
+from motet.adapters.errors import KeyTaken, OtherBase
 from motet.adapters.format.validation import validate
 from motet.adapters.registry import registry_keys
-from motet.adapters.registry.registry import Registry
+from motet.adapters.registry.registry import OtherLayout, Registry
 from motet.adapters.store.store import AdapterStore
 from motet.cluster.application.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.cluster.config import MotetConfig

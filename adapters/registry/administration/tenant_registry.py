@@ -291,10 +291,10 @@ class TenantRegistry:
         return Wanted(entry=AuditEntry(action="tenant.deleted", tenant=name, actor=actor), tenant=remains)
 
     async def _delete_keys(self, name: str) -> None:
-        cursor: str | None = None
-        while cursor != "0":
+        cursor = "0"
+        while True:
             async with answered_within():
-                cursor, page = await self._scan_hash(hash=API_KEYS, cursor=cursor or "0", count=_PAGE_SIZE)
+                cursor, page = await self._scan_hash(hash=API_KEYS, cursor=cursor, count=_PAGE_SIZE)
             lines = page.split("\n") if page else []
             hashes = [
                 key_hash
@@ -302,7 +302,9 @@ class TenantRegistry:
                 if name in record and decode_key(key_hash, record).tenant == name
             ]
             if hashes:
-                await self._store.change(partial(_key_removal, name, hashes), mark_rows(hashes))
+                await self._store.change(partial(_removal_of_keys, name, hashes), mark_rows(hashes))
+            if cursor == "0":
+                return
 
     async def _delete_adapters(self, name: str, tenant_id: str) -> int:
         num_deleted = 0
@@ -320,7 +322,7 @@ class TenantRegistry:
         return num_deleted
 
 
-def _key_removal(tenant: str, hashes: Sequence[str], rows: Snapshot) -> Transaction:
+def _removal_of_keys(tenant: str, hashes: Sequence[str], rows: Snapshot) -> Transaction:
     change, launches = Transaction(), launches_by_hash(rows, hashes)
     for key_hash in hashes:
         delete_key(change, key_hash, tenant, launches.get(key_hash, ()))
