@@ -271,7 +271,9 @@ class UploadService:
             name = await self._registered(tenant, name, sight)
         except NoSuchName:
             return None
-        deleted = await self._registry.delete(tenant, name, entry and structs.replace(entry, target=name), admission)
+        deleted = await self._registry.names.delete(
+            tenant, name, entry and structs.replace(entry, target=name), admission
+        )
         if deleted is None:
             return None
         self._view.apply(deleted)

@@ -53,6 +53,8 @@ ON_OLDEST_REDIS = [  # what differs between servers: full memory, numbers in scr
             "versions",
             "canary_counts",
             "lua_script",
+            "record_store",
+            "registry_layout",
         )
     ),
 ]

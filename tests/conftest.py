@@ -26,6 +26,7 @@ from motet.adapters.registry.ledger.ledger import Ledger
 from motet.adapters.registry.name_records import NameRecords
 from motet.adapters.registry.redis_deadline import answered_within
 from motet.adapters.registry.registry import Registry, connect
+from motet.adapters.registry.store import Store
 from motet.cluster.launch.redis_server import RedisServer
 from motet.router import openapi_document as document
 from motet.router.bodies import body_reader
@@ -53,6 +54,7 @@ ASKS_REDIS: tuple[Callable[..., object], ...] = (
     Ledger.__init__,
     NameRecords.__init__,
     Registry.__init__,
+    Store.__init__,
 )
 
 _OWN_SETTINGS = "_hypothesis_internal_use_settings"  # of a test of hypothesis, which has no other way to its settings
@@ -135,7 +137,8 @@ def _halve_examples(test: Callable[..., object] | None) -> None:
 
 def patient_defaults(function: Callable[..., object]) -> tuple[object, ...]:
     """Its default arguments, with the tests' patience for `timeout_s`."""
-    given = [one for one in inspect.signature(function).parameters.values() if one.default is not one.empty]
+    parameters = inspect.signature(function).parameters.values()
+    given = [one for one in parameters if one.default is not one.empty and one.kind is not one.KEYWORD_ONLY]
     assert any(one.name == "timeout_s" for one in given)
     return tuple(PATIENCE_S if one.name == "timeout_s" else one.default for one in given)
 

@@ -7,8 +7,10 @@ bounded (`counts_still`), so that no single client decides a trial.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Literal
 
 from redis.asyncio import Redis
@@ -24,14 +26,13 @@ from .registry_keys import (
     CANARY_STICKY,
     PREFIX,
     UPDATED_TRIALS,
-    bind_script,
 )
+from .store import Command, Snapshot, Store, Transaction, Write
 from .versions.canary_policy import (
-    ANSWERS_A_SHARE,
     FIRST_TOKEN_EDGES_S,
-    FREE_ANSWERS,
     PER_TOKEN_EDGES_S,
     ArmCounts,
+    counts_still,
 )
 
 Arm = Literal["stable", "canary", "shadow"]
@@ -40,15 +41,12 @@ ANSWERS_KEPT_S: Final = 86_400  # how long feedback on one is taken
 COUNTS_KEPT_S: Final = 7 * 86_400  # after the last answer
 MAX_COMMENTS: Final = 100  # of a canary
 _FAILURE_KEPT_S: Final = 600
+_PAGE: Final = 100  # answers that are counted at once: a few milliseconds of Redis's time
 
 _ARMS: Final[tuple[Arm, ...]] = ("stable", "canary", "shadow")
 _FAILED: Final = PREFIX + "failed:"  # + tenant/name@version: why a gang could not load it; expires
 _JUDGE: Final = PREFIX + "canary_judge"  # the router that judges, as a string that expires
-_STICKY_BOUND: Final = {
-    "free_answers": FREE_ANSWERS,
-    "answers_a_share": ANSWERS_A_SHARE,
-    "max_sticky_fields": 10_000,  # of a trial's sticky keys; then all of them start over
-}
+MAX_STICKY_FIELDS: Final = 10_000  # of a trial's sticky keys; then all of them start over
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,36 +92,16 @@ class CanaryCounts:
 
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._count_answer = bind_script(client, "count_answer.lua")
-        self._rate_answer = bind_script(client, "rate_answer.lua")
+        self._store = Store(client)
         self._judge = Lease(client, _JUDGE)
-        self._forget_updates = bind_script(client, "forget_updates.lua")
 
     async def add(self, outcomes: Sequence[Outcome]) -> None:
         """Counts those answers that have not been counted yet, within the bounds of their sticky keys."""
         now = time.time()
-        async with answered_within(), self._client.pipeline(transaction=False) as pipeline:
-            for outcome in outcomes:
-                await self._count_answer(
-                    on=pipeline,
-                    answers=ANSWERS + outcome.tenant_id,
-                    answer_order=ANSWER_ORDER + outcome.tenant_id,
-                    counts=CANARY_COUNTS + outcome.canary_id,
-                    sticky=CANARY_STICKY + outcome.canary_id,
-                    response_id=outcome.response_id,
-                    kept=f"{outcome.canary_id} {outcome.arm} {outcome.sticky}".rstrip(),
-                    trial=outcome.canary_id,
-                    arm=outcome.arm,
-                    sticky_key=outcome.sticky,
-                    field=outcome.adapter_id,
-                    now=now,
-                    max_answers=MAX_ANSWERS,
-                    answers_kept_s=ANSWERS_KEPT_S,
-                    counts_kept_s=COUNTS_KEPT_S,
-                    kinds_and_counts=[part for count in outcome.counted for part in (kind_of(count), count)],
-                    **_STICKY_BOUND,
-                )
-            await pipeline.execute()
+        for start in range(0, len(outcomes), _PAGE):
+            page = outcomes[start : start + _PAGE]
+            rows = [row for outcome in page for row in _rows_of(outcome)]
+            await self._store.change(partial(_addition, page, now), [*dict.fromkeys(rows)])
 
     async def rate(
         self, tenant_id: str, response_id: str, *, is_good: bool, comment: str = "", sight: Sight = FULL_SIGHT
@@ -141,24 +119,28 @@ class CanaryCounts:
             adapter_id: str | None = await self._client.hget(CANARY_COUNTS + trial, "of")
             if adapter_id is not None and not sight.sees(adapter_id.partition("/")[2]):
                 return False
-            thumb = "up" if is_good else "down"
-            counted = await self._rate_answer(
-                answers=ANSWERS + tenant_id,
-                counts=CANARY_COUNTS + trial,
-                comments=CANARY_COMMENTS + trial,
-                sticky=CANARY_STICKY + trial,
-                response_id=response_id,
-                kept=answer,
-                trial=trial,
-                arm=arm,
-                sticky_key="".join(sticky),
-                thumb=thumb,
-                comment=f"{arm} {thumb}: {comment}" if comment else "",
-                max_comments=MAX_COMMENTS,
-                counts_kept_s=COUNTS_KEPT_S,
-                **_STICKY_BOUND,
-            )
-        return bool(counted)
+        thumb, sticky_key = "up" if is_good else "down", "".join(sticky)
+        row = ("HGET", ANSWERS + tenant_id, response_id)
+
+        def rating(rows: Snapshot) -> Transaction:
+            if rows[row] != answer:
+                return Transaction(value=False)
+            counting = _Counting(rows)
+            counting.writes.append(("HSET", ANSWERS + tenant_id, response_id, f"{answer} rated"))
+            counted = counting.admits(trial, arm, "thumbs", sticky_key)
+            if counted:
+                counting.add(trial, f"{arm} {thumb}")
+                if sticky_key:
+                    counting.writes.append(("HINCRBY", UPDATED_TRIALS, trial, 1))
+                if comment:
+                    comments = CANARY_COMMENTS + trial
+                    counting.writes.append(("LPUSH", comments, f"{arm} {thumb}: {comment}"))
+                    counting.writes.append(("LTRIM", comments, 0, MAX_COMMENTS - 1))
+                    counting.writes.append(("EXPIRE", comments, COUNTS_KEPT_S))
+            return counting.change(counted)
+
+        rated = await self._store.change(rating, [row, *_sticky_rows(trial, arm, ("thumbs",), sticky_key)])
+        return bool(rated.value)
 
     async def read(self, canary_id: str) -> Mapping[Arm, ArmCounts]:
         """The counts of a trial, of both of its versions, or of a shadow."""
@@ -190,10 +172,13 @@ class CanaryCounts:
 
     async def mark_judged(self, trials: Sequence[UpdatedTrial]) -> None:
         """Marks trials as judged, except those with counts since they were read."""
-        if trials:
-            numbers = [part for trial in trials for part in (trial.canary_id, trial.num)]
-            async with answered_within():
-                await self._forget_updates(trials_and_numbers=numbers)
+        rows: list[Command] = [("HGET", UPDATED_TRIALS, trial.canary_id) for trial in trials]
+
+        def removal(read: Snapshot) -> Transaction:
+            judged = (trial.canary_id for row, trial in zip(rows, trials, strict=True) if read[row] == str(trial.num))
+            return Transaction(writes=[("HDEL", UPDATED_TRIALS, canary_id) for canary_id in judged])
+
+        await self._store.change(removal, rows)
 
     async def hold_judging(self, router_id: str, hold_s: float) -> bool:
         """Makes this router the judge for `hold_s` from now on; 0 ends it. False: another one is."""
@@ -215,6 +200,122 @@ class CanaryCounts:
         async with answered_within():
             reasons = await self._client.mget([f"{_FAILED}{tenant}/{name}@{version}" for version in versions])
         return {version: reason for version, reason in zip(versions, reasons, strict=True) if reason is not None}
+
+
+def _sticky_rows(trial: str, arm: str, kinds: Iterable[str], sticky_key: str) -> list[Command]:
+    """What `_Counting.admits` reads."""
+    if not sticky_key:
+        return []
+    sticky = CANARY_STICKY + trial
+    fields = [f"{arm} {kind}{end}" for kind in kinds for end in ("", f" {sticky_key}")]
+    return [("HLEN", sticky), *(("HGET", sticky, field) for field in fields)]
+
+
+def _rows_of(outcome: Outcome) -> list[Command]:
+    """What counting the outcome reads."""
+    return [
+        ("HGET", ANSWERS + outcome.tenant_id, outcome.response_id),
+        *_order_rows(outcome.tenant_id),
+        *_sticky_rows(outcome.canary_id, outcome.arm, map(kind_of, outcome.counted), outcome.sticky),
+    ]
+
+
+def _order_rows(tenant_id: str) -> list[Command]:
+    """How many answers are remembered, and those that make room for others."""
+    return [("ZCARD", ANSWER_ORDER + tenant_id), ("ZRANGE", ANSWER_ORDER + tenant_id, 0, _PAGE - 1)]
+
+
+def _addition(outcomes: Sequence[Outcome], now: float, rows: Snapshot) -> Transaction:
+    counting = _Counting(rows)
+    for outcome in outcomes:
+        counting.add_answer(outcome, now)
+    counting.forget_answers({outcome.tenant_id for outcome in outcomes})
+    return counting.change()
+
+
+class _Counting:
+    """What a change counts in trials, within the bounds of sticky keys.
+
+    What has counted for each sticky key is compared, for all keys of a trial only read: routers that count answers of
+    the same trial do not conflict, and a bound is no higher than it should be.
+    """
+
+    def __init__(self, rows: Snapshot) -> None:
+        self.writes: list[Write] = []
+        self.seconds_kept: dict[str, int] = {}  # by key
+        self._rows = rows
+        self._new_ids: defaultdict[str, set[str]] = defaultdict(set)  # of answers, by key
+        self._counts: Counter[tuple[str, str]] = Counter()  # by trial and name
+        self._sticky: dict[str, dict[str, int]] = {}  # by trial and field, as far as they were read or have changed
+        self._num_fields: dict[str, int] = {}  # of a trial's sticky keys
+        self._restarted: set[str] = set()  # trials whose sticky keys start over
+
+    def add_answer(self, outcome: Outcome, now: float) -> None:
+        """Counts an answer that was not counted yet."""
+        trial, arm, answers = outcome.canary_id, outcome.arm, ANSWERS + outcome.tenant_id
+        row = ("HGET", answers, outcome.response_id)
+        if outcome.response_id in self._new_ids[answers] or self._rows[row] is not None:
+            return
+        self._new_ids[answers].add(outcome.response_id)
+        note = f"{trial} {arm} {outcome.sticky}".rstrip()
+        self.writes.append(("HSET", answers, outcome.response_id, note))
+        self.writes.append(("ZADD", ANSWER_ORDER + outcome.tenant_id, now, outcome.response_id))
+        self.writes.append(("HSET", CANARY_COUNTS + trial, "of", outcome.adapter_id))
+        kinds = dict.fromkeys(map(kind_of, outcome.counted))
+        admitted = {kind: self.admits(trial, arm, kind, outcome.sticky) for kind in kinds}
+        for name in outcome.counted:
+            if admitted[kind_of(name)]:
+                self.add(trial, f"{arm} {name}")
+        if not admitted.get("answers", True):
+            self.add(trial, f"{arm} uncounted")
+        if outcome.sticky:
+            self.writes.append(("HINCRBY", UPDATED_TRIALS, trial, 1))
+        self.seconds_kept[answers] = self.seconds_kept[ANSWER_ORDER + outcome.tenant_id] = ANSWERS_KEPT_S
+
+    def forget_answers(self, tenant_ids: Iterable[str]) -> None:
+        """Makes room for the new answers: the oldest go first."""
+        for tenant_id in tenant_ids:
+            answers, order = ANSWERS + tenant_id, ANSWER_ORDER + tenant_id
+            num_answers, oldest = map(self._rows.peek, _order_rows(tenant_id))
+            num_over = num_answers + len(self._new_ids[answers]) - MAX_ANSWERS
+            if num_over > 0 and oldest:
+                oldest = oldest[:num_over]
+                self.writes += [("HDEL", answers, *oldest), ("ZREM", order, *oldest)]
+
+    def admits(self, trial: str, arm: str, kind: str, sticky_key: str) -> bool:
+        """Whether one more counts for this sticky key, as `counts_still` says; then it is counted for it."""
+        if not sticky_key:
+            return True
+        key, all_field = CANARY_STICKY + trial, f"{arm} {kind}"
+        own_field = f"{all_field} {sticky_key}"
+        counts = self._sticky.setdefault(trial, {})
+        for field, read in ((own_field, self._rows.__getitem__), (all_field, self._rows.peek)):
+            if field not in counts:
+                counts[field] = 0 if trial in self._restarted else int(read(("HGET", key, field)) or 0)
+        if not counts_still(counts[own_field], counts[all_field]):
+            return False
+        num_fields = self._num_fields.get(trial, self._rows.peek(("HLEN", key)))
+        if num_fields >= MAX_STICKY_FIELDS:
+            self.writes.append(("UNLINK", key))
+            self._restarted.add(trial)
+            num_fields, self._sticky[trial] = 0, {own_field: 0, all_field: 0}
+            counts = self._sticky[trial]
+        for field in (own_field, all_field):
+            num_fields += not counts[field]
+            counts[field] += 1
+            self.writes.append(("HINCRBY", key, field, 1))
+        self._num_fields[trial] = num_fields
+        self.seconds_kept[key] = ANSWERS_KEPT_S
+        return True
+
+    def add(self, trial: str, name: str) -> None:
+        self._counts[trial, name] += 1
+        self.seconds_kept[CANARY_COUNTS + trial] = COUNTS_KEPT_S
+
+    def change(self, value: bool = True) -> Transaction:
+        counts = [("HINCRBY", CANARY_COUNTS + trial, name, num) for (trial, name), num in self._counts.items()]
+        expiries = [("EXPIRE", key, seconds) for key, seconds in self.seconds_kept.items()]
+        return Transaction(value=value, when_full=False, writes=[*self.writes, *counts, *expiries])
 
 
 def kind_of(count_name: str) -> str:

@@ -4,35 +4,60 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import msgspec
 from redis.asyncio import Redis
 
-from .lua_script import LuaScript
 from .redis_deadline import TIMEOUT_S, answered_within
-from .registry_keys import CLUSTER_TOKEN, LAUNCHES, ROLLOUT_LOOK, ROLLOUTS, STARTS, bind_script
+from .registry_keys import CLUSTER_TOKEN, LAUNCH_KEYS, LAUNCHES, ROLLOUT_LOOK, ROLLOUTS, STARTS
+from .store import Command, Snapshot, Store, Transaction, Write
 
 # What one process at a time may do, as a string in Redis that expires.
-
-_HOLD: Final = LuaScript(Path(__file__).with_name("hold.lua"), allow_oom=True)
 
 
 class Lease:
     """The lease that is stored as `key`. Raises RegistryUnavailable when Redis does not answer."""
 
     def __init__(self, client: Redis, key: str, timeout_s: float = TIMEOUT_S) -> None:
-        self._hold = _HOLD.bind(client, {"lease": key})
-        self._timeout_s = timeout_s
+        self._key = key
+        self._store = Store(client, timeout_s, slot=key)
 
     async def hold(self, holder: str, hold_s: float) -> bool:
         """Gives the lease to the holder for `hold_s` from now on; 0 ends it. False: another one holds it."""
-        async with answered_within(self._timeout_s):
-            return bool(await self._hold(holder=holder, milliseconds=math.ceil(hold_s * 1000)))
+        holder_row, milliseconds = ("GET", self._key), math.ceil(hold_s * 1000)
+
+        def change(rows: Snapshot) -> Transaction:
+            if rows[holder_row] not in (None, holder):
+                return Transaction(value=False)
+            write: Write = ("SET", self._key, holder, "PX", milliseconds) if milliseconds > 0 else ("DEL", self._key)
+            return Transaction(value=True, writes=[write])
+
+        return bool((await self._store.change(change, [holder_row])).value)
+
+
+# Marks of the API keys that launches give. They are read as they are, and compared by their number.
+
+
+def mark_rows(hashes: Sequence[str]) -> list[Command]:
+    """What `launches_by_hash` reads."""
+    pattern = f"* {hashes[0]}" if len(hashes) == 1 else "*"
+    return [("SCARD", LAUNCH_KEYS), ("SSCAN", LAUNCH_KEYS, 0, "MATCH", pattern, "COUNT", 10_000_000)]
+
+
+def launches_by_hash(rows: Snapshot, hashes: Sequence[str]) -> dict[str, set[str]]:
+    """The launches that give each of the keys with these hashes, and perhaps those of others."""
+    count_row, marks_row = mark_rows(hashes)
+    launches: defaultdict[str, set[str]] = defaultdict(set)
+    if rows[count_row]:
+        for mark in rows.peek(marks_row)[1]:
+            launch, _, key_hash = mark.partition(" ")
+            launches[key_hash].add(launch)
+    return launches
 
 
 class Launches:
@@ -40,14 +65,14 @@ class Launches:
 
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._heartbeat = bind_script(client, "count_heartbeat.lua", allow_oom=True)
-        self._set_once = bind_script(client, "set_once.lua", allow_oom=True)
+        self._store = Store(client)
 
     async def heartbeat(self, owner: str) -> dict[str, int]:
         """Counts one more heartbeat of the launch; returns how many there were of each launch."""
+        await self._store.change(lambda _: Transaction(writes=[("HINCRBY", LAUNCHES, owner, 1)]), [])
         async with answered_within():
-            words = await self._heartbeat(launches=LAUNCHES, launch=owner)
-        return {launch: int(count) for launch, count in zip(words[::2], words[1::2], strict=True)}
+            counts: dict[str, str] = await self._client.hgetall(LAUNCHES)
+        return {launch: int(count) for launch, count in counts.items()}
 
     async def forget(self, owner: str) -> None:
         """Removes an expired launch."""
@@ -57,9 +82,7 @@ class Launches:
 
     async def shared_token(self, token: str) -> str:
         """The secret of routers and gangs of all launches: `token`, if there was none yet."""
-        async with answered_within():
-            current_token: str | None = await self._set_once(key=CLUSTER_TOKEN, value=token)
-        return token if current_token is None else current_token
+        return await self._store.set_once(CLUSTER_TOKEN, token)
 
 
 @dataclass

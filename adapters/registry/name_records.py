@@ -1,15 +1,11 @@
-"""The registry's records of names. A change reads the record, computes the new one, and compares and swaps.
-
-A change is a pure function of `NameState` (`name_state.py`) and is written by one script or not at all; if another
-change came first it is computed again.
-"""
+"""The registry's records of names. Each change of one is a pure function of its `NameState` (`name_state.py`)."""
 
 from __future__ import annotations
 
-import asyncio
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,34 +13,34 @@ from msgspec import structs
 from redis.asyncio import Redis
 
 from ..adapter import AdapterVersion
-from ..errors import CallerGone, NameTaken, NoSuchName, RegistryUnavailable, VersionRefused, quote
+from ..errors import NameTaken, NoSuchName, VersionRefused, quote
 from ..names import check_name, check_tenant, owner_of
-from .events import decode_adapter, encode_facts
-from .redis_deadline import answered_within
-from .registry_keys import bind_script
-from .stored_counts import bound_args, use_of
-from .tenants.records import Admission, AuditEntry, StorageBound, check_pinned, check_storage, encode_entry, log_entry
-from .versions.name_state import NameNotes, NameState, VersionNote, changed_fields, with_upload
+from .events import AdapterDeleted, decode_tenant, encode_facts
+from .registry_keys import ADAPTERS, CANARIES, NAMES, PINNED, PINS, TENANTS, VERSION_NOTES, VERSIONS
+from .store import Bound, Command, Numbered, Snapshot, Store, Transaction, Write, caller_rows, check_caller
+from .stored_counts import add_storage_change
+from .tenants.records import Admission, AuditEntry, StorageBound, check_pinned
+from .versions.name_state import NO_NOTES, NameState, VersionNote, changed_fields, decode_name, with_upload
+from .versions.pins import Pin, pin_of
 from .versions.rollout import MAX_CANARIES, MAX_PINS, MAX_PINS_IN_ALL, versions_of
 
-_MAX_TRIES: Final = 64  # of a change that conflicts with others
+_SUBJECT: Final = "this adapter keeps"
+_CALLER_GONE: Final = "this tenant, or its user, was deleted meanwhile"
 _encode = msgspec.json.Encoder().encode
-_decode_notes = msgspec.json.Decoder(NameNotes).decode
 
 
 class NameRecords:
     """Raises RegistryUnavailable when Redis does not answer; then a change may or may not have happened."""
 
     def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
-        self._timeout_s = timeout_s
+        self._store = Store(client, timeout_s)
         self._clock = clock
-        self._read_name = bind_script(client, "read_name.lua", no_writes=True)
-        self._change_name = bind_script(client, "change_name.lua")
-        self._change_name_when_full = bind_script(client, "change_name.lua", allow_oom=True)
 
     async def get(self, tenant: str, name: str) -> NameState:
         """Raises NoSuchName if the tenant has no adapter of this name."""
-        state, *_ = await self._read(f"{tenant}/{name}")
+        field = f"{tenant}/{name}"
+        rows = _rows_of(field)
+        state, _ = _read_name(Snapshot(rows, await self._store.read(*rows)), field)
         return _existing(state, name)
 
     async def register(
@@ -128,6 +124,31 @@ class NameRecords:
         state, _, _ = await self._change(field, apply, entry, admission, owner, (), most_pinned_bytes)
         return state
 
+    async def delete(
+        self, tenant: str, name: str, entry: AuditEntry | None = None, admission: Admission | None = None
+    ) -> AdapterDeleted | None:
+        """Removes the name with all its versions; None: there is no such name. Other arguments, CallerGone: see
+        `register`.
+        """
+        field, owner = f"{tenant}/{name}", owner_of(name)
+
+        def removal(rows: Snapshot) -> Transaction:
+            before, _ = _read_name(rows, field)
+            if before is None:
+                return Transaction()
+            check_caller(rows, tenant, admission, owner, _CALLER_GONE)
+            version = before.current.version
+            transaction = Transaction(value=version, entry=entry, result=str(version))
+            transaction.writes += [("HDEL", ADAPTERS, field), ("ZREM", NAMES, field), ("HDEL", VERSION_NOTES, field)]
+            transaction.writes.append(("ZREM", CANARIES, field))
+            add_storage_change(transaction, rows, tenant, before, None)
+            _add_pin_change(transaction, field, before, None)
+            transaction.events.append(("delete", field, Numbered(f"{version} ")))
+            return transaction
+
+        written = await self._store.change(removal, _rows_of(field, admission, owner), _SUBJECT)
+        return None if written.value is None else AdapterDeleted(tenant, name, written.value, written.last_event + 1)
+
     async def _change(
         self,
         field: str,
@@ -138,73 +159,114 @@ class NameRecords:
         bounds: Sequence[StorageBound] = (),
         most_pinned_bytes: int | None = None,
     ) -> tuple[NameState, AdapterVersion | None, int]:
-        for _ in range(_MAX_TRIES):
-            before, last_version, record, notes = await self._read(field)
+        tenant = field.partition("/")[0]
+
+        def make(rows: Snapshot) -> Transaction:
+            before, last_version = _read_name(rows, field)
             after, new_last, adapter = change(before, last_version, self._clock())
-            if after == before and (before is None or after.current.rollout == before.current.rollout):
-                return after, adapter, new_last
-            result = str(new_last if new_last != last_version else after.current.version)
-            written_entry = entry and structs.replace(entry, changed={**entry.changed, **changed_fields(before, after)})
-            new_notes = "" if after.notes == NameNotes() else _encode(after.notes).decode()
+            current = after.current
+            transaction = Transaction(value=(after, adapter, new_last))
+            if after == before and (before is None or current.rollout == before.current.rollout):
+                return transaction
+            check_caller(rows, tenant, admission, owner, _CALLER_GONE)
             # A change without a new version, such as a rollback, hardly needs memory.
-            change_name = self._change_name if new_last != last_version else self._change_name_when_full
-            async with answered_within(self._timeout_s):
-                written = await change_name(
-                    field=field,
-                    old_record=record,
-                    old_version=last_version,
-                    old_notes=notes,
-                    head=f"{after.current.version} {after.current.digest} ",
-                    facts=encode_facts(after.current),
-                    new_version=new_last,
-                    new_notes=new_notes,
-                    has_canary=after.rollout.canary is not None,
-                    entry=encode_entry(written_entry),
-                    result=result,
-                    owner=owner,
-                    user="" if admission is None else admission.user,
-                    incarnation=None if admission is None else admission.incarnation,
-                    last_event=None if admission is None else admission.last_event,
-                    max_canaries=MAX_CANARIES,
-                    max_pins=MAX_PINS,
-                    max_pins_in_all=MAX_PINS_IN_ALL,
-                    max_pinned_bytes=most_pinned_bytes,
-                    bounds=bound_args(bounds),
-                )
-            if written == 0:
-                raise CallerGone("this tenant, or its user, was deleted meanwhile")
-            if written == 1:
-                message = f"{MAX_CANARIES} adapters have a canary, which is the most that a tenant may have: stop one"
-                raise VersionRefused(message)
-            if isinstance(written, list):
-                _refuse(bounds, *written)
-            if written is not None:
-                if written_entry is not None:
-                    log_entry(written_entry, result)
-                return NameState(decode_adapter(field, written), after.notes), adapter, new_last
-            await asyncio.sleep(random.uniform(0.0, 0.01))
-        raise RegistryUnavailable("this adapter keeps changing: try again")
+            transaction.when_full = new_last == last_version
+            transaction.result = str(current.version if transaction.when_full else new_last)
+            if entry is not None:
+                changed = {**entry.changed, **changed_fields(before, after)}
+                transaction.entry = structs.replace(entry, changed=changed)
+            if after.rollout.canary is None:
+                canary_write: Write = ("ZREM", CANARIES, field)
+            else:
+                canary_write = ("ZADD", CANARIES, 0, field)
+                if before is None or before.rollout.canary is None:
+                    counter = (1, "ZLEXCOUNT", CANARIES, f"[{tenant}/", f"({tenant}0")
+                    transaction.bounds.append(Bound(MAX_CANARIES - 1, [counter], _refuse_canary))
+            quota = None
+            if current.rollout and (record := rows["HGET", TENANTS, tenant]) is not None:
+                quota = decode_tenant(record).quota.pinned_bytes
+            _add_pin_change(transaction, field, before, after, (most_pinned_bytes, quota))
+            add_storage_change(transaction, rows, tenant, before, after, bounds)
+            text = Numbered(f'{current.version} {current.digest} {{"revision":', f",{encode_facts(current)}")
+            notes_write: Write = ("HDEL", VERSION_NOTES, field)
+            if after.notes != NO_NOTES:
+                notes_write = ("HSET", VERSION_NOTES, field, _encode(after.notes).decode())
+            writes: list[Write] = [
+                ("HSET", ADAPTERS, field, text),
+                ("ZADD", NAMES, 0, field),
+                ("HSET", VERSIONS, field, new_last),
+            ]
+            transaction.writes += [*writes, notes_write, canary_write]
+            transaction.events.append(("set", field, text))
+            return transaction
 
-    async def _read(self, field: str) -> tuple[NameState | None, int, str, str]:
-        """The name, its last version, and record and notes as Redis holds them."""
-        async with answered_within(self._timeout_s):
-            record, last_version, notes = await self._read_name(field=field)
-        state = None
-        if record:
-            state = NameState(decode_adapter(field, record), _decode_notes(notes) if notes else NameNotes())
-        return state, int(last_version or 0), record or "", notes or ""
+        written = await self._store.change(make, _rows_of(field, admission, owner), _SUBJECT)
+        after, adapter, last_version = written.value
+        if written.events:
+            after = replace(after, current=replace(after.current, revision=written.last_event + 1))
+        return after, adapter, last_version
 
 
-def _refuse(bounds: Sequence[StorageBound], owner: str, *counts: int | str) -> None:
-    if owner == "pinned_bytes":
-        num_bytes, limit_bytes = map(int, counts)
-        check_pinned(limit_bytes, num_bytes)
-    if owner in ("pins", "pins_in_all"):
-        whose = "your" if owner == "pins" else "all tenants'"
-        raise VersionRefused(f"{counts[0]} of {whose} adapters are pinned, which is the most that may be: unpin one")
-    bound = next(bound for bound in bounds if bound.owner == owner and not bound.is_open)
-    check_storage(bound, use_of(*counts[:2]), use_of(*counts[2:]))
-    raise AssertionError(f"{bound} was exceeded, and is not")
+def _rows_of(field: str, admission: Admission | None = None, owner: str = "") -> list[Command]:
+    caller = caller_rows(field.partition("/")[0], admission, owner)
+    return [("HGET", ADAPTERS, field), ("HGET", VERSIONS, field), ("HGET", VERSION_NOTES, field), *caller]
+
+
+def _read_name(rows: Snapshot, field: str) -> tuple[NameState | None, int]:
+    """The name and its last version."""
+    state = decode_name(field, rows["HGET", ADAPTERS, field], rows["HGET", VERSION_NOTES, field])
+    return state, int(rows["HGET", VERSIONS, field] or 0)
+
+
+def _refuse_canary(_: int) -> None:
+    raise VersionRefused(f"{MAX_CANARIES} adapters have a canary, which is the most that a tenant may have: stop one")
+
+
+def _add_pin_change(
+    transaction: Transaction,
+    field: str,
+    before: NameState | None,
+    after: NameState | None,
+    limits: Sequence[int | None] = (),
+) -> None:
+    """Adds what a change of a name pins, within `limits` of the tenant's bytes; None: no limit.
+
+    The bytes of the pages of a pinned name's current version count, once for each gang that keeps it. A version from
+    before pages were recorded counts its tensors.
+    """
+    tenant = field.partition("/")[0]
+    old_pin, old_bytes = _pinned_bytes(before)
+    pin, num_bytes = _pinned_bytes(after)
+    if pin is None and old_pin is None:
+        return
+    transaction.increases.append((PINNED, tenant, bool(pin) - bool(old_pin), num_bytes - old_bytes))
+    transaction.writes.append(("HDEL", PINS, field) if pin is None else ("HSET", PINS, field, f"{pin[0]} {pin[1]}"))
+    more = num_bytes - old_bytes
+    for limit in limits:
+        if limit is not None and more > 0:
+            refuse = partial(_refuse_pinned_bytes, limit, more)
+            transaction.bounds.append(Bound(limit - more, [(2, "HGET", PINNED, tenant)], refuse))
+    if old_pin is None:
+        of_tenant, of_all = [(1, "HGET", PINNED, tenant)], [(1, "HLEN", PINS)]
+        transaction.bounds += [
+            Bound(MAX_PINS - 1, of_tenant, partial(_refuse_pin, MAX_PINS, "your")),
+            Bound(MAX_PINS_IN_ALL - 1, of_all, partial(_refuse_pin, MAX_PINS_IN_ALL, "all tenants'")),
+        ]
+
+
+def _pinned_bytes(state: NameState | None) -> tuple[Pin | None, int]:
+    pin = None if state is None else pin_of(state.current)
+    if state is None or pin is None:
+        return None, 0
+    return pin, pin[1] * (state.current.packed_bytes or state.current.num_bytes)
+
+
+def _refuse_pinned_bytes(limit: int, more: int, num_bytes: int) -> None:
+    check_pinned(limit, num_bytes + more)
+
+
+def _refuse_pin(limit: int, whose: str, _: int) -> None:
+    raise VersionRefused(f"{limit} of {whose} adapters are pinned, which is the most that may be: unpin one")
 
 
 def _existing(state: NameState | None, name: str) -> NameState:

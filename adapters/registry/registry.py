@@ -1,15 +1,16 @@
 """The registry in Redis: which version each tenant's adapter name points to, and which API key belongs to which tenant.
 
-Every change is one Lua script, so that it happens completely or not at all, and adds an event
-to a stream. The commands are those of Redis 7.0.
+Every change happens completely or not at all (store.py), and adds an event to a stream. The commands are those of Redis
+7.0.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -19,27 +20,31 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
 
+from ... import __version__
 from ..adapter import AdapterVersion, BaseIdentity
-from ..errors import CallerGone, KeyTaken
-from ..names import PLAIN_SIGHT, Sight, check_tenant, owner_of
-from .events import AdapterDeleted, RegistryEvent, decode_adapter, decode_event, decode_key
-from .launches import Lease
+from ..errors import AdapterError, KeyTaken
+from ..names import PLAIN_SIGHT, Sight, check_tenant
+from .events import RegistryEvent, decode_adapter, decode_event, decode_key
+from .launches import Lease, launches_by_hash, mark_rows
 from .name_records import NameRecords
 from .redis_deadline import answered_within
 from .registry_keys import (
     ADAPTERS,
     API_KEYS,
+    BASE,
     EVENT_NUMBER,
     EVENTS,
     LAUNCH_KEYS,
+    LAYOUT,
+    NAMES,
     PINS,
     STREAM_KEY,
     SWEEP,
     TENANTS,
     bind_script,
 )
+from .store import Command, Snapshot, Store, Transaction
 from .stored_counts import StoredCounts
-from .tenants.records import Admission, AuditEntry, encode_entry, log_entry
 
 # A set of digests that takes eight bytes for each, so that a sweep can hold those of a million adapters.
 
@@ -66,6 +71,7 @@ class DigestSet:
 
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
 _KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
+LAYOUT_NUMBER = 1  # of registry_keys.py; a release that changes it reads the one before
 PAGE_SIZE = 1000  # of what is read in pages: a few milliseconds of Redis's time
 
 
@@ -109,6 +115,10 @@ def hash_key(key: str) -> str:
     return sha256(key.encode()).hexdigest()
 
 
+class OtherLayout(AdapterError):  # noqa: N818
+    """A later version of motet has changed how the registry is stored: a launch is refused."""
+
+
 class RedisMemory(NamedTuple):
     """`max_bytes`: 0 without a bound, or where the server does not report it."""
 
@@ -131,17 +141,10 @@ class Registry:
         self._clock = clock
         self.names = NameRecords(client, timeout_s, clock)
         self.stored = StoredCounts(client, timeout_s)
-        self._delete_name = bind_script(client, "delete_name.lua", allow_oom=True)
-        self._give_keys = bind_script(client, "give_keys.lua", allow_oom=True)
-        self._take_back_keys = bind_script(client, "take_back_keys.lua", allow_oom=True)
-        self._claim_base = bind_script(client, "claim_base.lua", allow_oom=True)
-        self._list_adapters = bind_script(client, "list_adapters.lua")
-        self._owners_page = bind_script(client, "owners_page.lua")
-        self._read_position = bind_script(client, "position.lua", no_writes=True)
+        self._store = Store(client, timeout_s)
+        self._first_words = bind_script(client, "first_words.lua")
         self._scan_digests = bind_script(client, "scan_digests.lua")
         self._scan_hash = bind_script(client, "scan_hash.lua")
-        self._set_once = bind_script(client, "set_once.lua", allow_oom=True)
-        self._tenants_with = bind_script(client, "tenants_with.lua")
 
     async def ping(self) -> None:
         async with self._bounded():
@@ -171,48 +174,24 @@ class Registry:
         check_tenant(tenant)
         if not 1 <= limit <= PAGE_SIZE:
             raise ValueError(f"limit = {limit}: 1 to {PAGE_SIZE} adapters a call are accepted")
-        fields_and_records: list[str] = []
+        adapters: list[AdapterVersion] = []
         for first, end in sight.ranges():
-            count = limit - len(fields_and_records) // 2
+            count = limit - len(adapters)
             if count and after < end:
                 start = f"({tenant}/{after}" if after > first else f"[{tenant}/{first}"
-                async with self._bounded():
-                    fields_and_records += await self._list_adapters(start=start, stop=f"({tenant}/{end}", count=count)
-        return [
-            decode_adapter(field, record)
-            for field, record in zip(fields_and_records[::2], fields_and_records[1::2], strict=True)
-        ]
+                page = ("ZRANGEBYLEX", NAMES, start, f"({tenant}/{end}", "LIMIT", 0, count)
+                fields, records = await self._store.read(page, ("HGET", ADAPTERS, (1,)))
+                adapters += map(decode_adapter, fields, records)
+        return adapters
 
     async def owners(self, tenant: str, after: str, limit: int) -> Sequence[str]:
         """At most `limit` of the tenant's users who have private adapters, behind `after`, as `user_place` sorts."""
         check_tenant(tenant)
         async with self._bounded():
-            users: Sequence[str] = await self._owners_page(tenant=tenant, after=after, count=min(limit, PAGE_SIZE))
-        return users
-
-    async def delete(
-        self, tenant: str, name: str, entry: AuditEntry | None = None, admission: Admission | None = None
-    ) -> AdapterDeleted | None:
-        """Removes the name with all its versions; None: there is no such name. Other arguments, CallerGone: see
-        `NameRecords.register`.
-        """
-        async with self._bounded():
-            reply = await self._delete_name(
-                field=f"{tenant}/{name}",
-                owner=owner_of(name),
-                entry=encode_entry(entry),
-                user="" if admission is None else admission.user,
-                incarnation=None if admission is None else admission.incarnation,
-                last_event=None if admission is None else admission.last_event,
+            users: Sequence[str] = await self._first_words(
+                names=NAMES, beginning=f"{tenant}/~", after=after, stop=f"({tenant}0", count=min(limit, PAGE_SIZE)
             )
-        if reply is None:
-            return None
-        if reply == 0:
-            raise CallerGone("this tenant, or its user, was deleted meanwhile")
-        deleted = AdapterDeleted(tenant, name, *map(int, reply.split(" ")))
-        if entry is not None:
-            log_entry(entry, str(deleted.version))
-        return deleted
+        return users
 
     async def get_many(self, names: Sequence[tuple[str, str]]) -> Sequence[AdapterVersion | None]:
         """The current version of each (tenant, name), at most PAGE_SIZE of them; None: there is no such name."""
@@ -250,21 +229,23 @@ class Registry:
         cursor = "0"
         while True:
             async with self._bounded():
-                cursor, page = await self._scan_digests(cursor=cursor, count=PAGE_SIZE)
+                cursor, page = await self._scan_digests(adapters=ADAPTERS, cursor=cursor, count=PAGE_SIZE)
             pages.append(page)
             if cursor == "0":
                 return DigestSet(pages)
 
     async def tenants_with(self, name: str) -> Sequence[str]:
-        """The tenants that have an adapter of this name. One round trip for each PAGE_SIZE tenants."""
+        """The tenants that have an adapter of this name. Two round trips for each PAGE_SIZE tenants."""
         tenants: set[str] = set()
         after = ""
         while True:
             async with self._bounded():
-                after, *page = await self._tenants_with(previous=after, name=name, count=PAGE_SIZE)
-            tenants.update(page)
-            if not after:
+                page = await self._first_words(names=NAMES, beginning="", after=after, stop="+", count=PAGE_SIZE)
+                scores = await self._command("ZMSCORE", NAMES, *(f"{tenant}/{name}" for tenant in page)) if page else []
+            tenants.update(tenant for tenant, score in zip(page, scores, strict=True) if score is not None)
+            if len(page) < PAGE_SIZE:
                 return sorted(tenants)
+            after = page[-1]
 
     async def hold_sweep(self, store_id: str, sweep_id: str, hold_s: float) -> bool:
         """Gives a store to one sweep for `hold_s`, as often as it asks; 0 frees it. False: another holds it."""
@@ -292,17 +273,12 @@ class Registry:
                 ):
                     raise _key_taken(tenants_by_hash[key_hash], owner_name)
         for page in _pages(list(tenants_by_hash)):
-            pairs = [part for key_hash in page for part in (key_hash, tenants_by_hash[key_hash])]
-            async with self._bounded():
-                conflict = await self._give_keys(launch=owner, hashes_and_tenants=pairs)
-            if conflict is not None:
-                raise _key_taken(*conflict)
+            await self._store.change(partial(_addition_of_keys, owner, page, tenants_by_hash), _key_rows(page))
         async with self._bounded():
             marks = await self._command("SMEMBERS", LAUNCH_KEYS)
         mine = (key_hash for giver, key_hash in (mark.split(" ") for mark in marks) if giver == owner)
         for page in _pages([key_hash for key_hash in mine if key_hash not in tenants_by_hash]):
-            async with self._bounded():
-                await self._take_back_keys(launch=owner, hashes=page)
+            await self._store.change(partial(_removal_of_keys, owner, page), mark_rows(page))
 
     async def tenants_besides(self, owner: str) -> set[str]:
         """Tenants that have a key from `KeyRegistry` or from another owner of launch keys than this one."""
@@ -318,20 +294,40 @@ class Registry:
             decode_key(key_hash, record).tenant for key_hash, record in keys.items() if owners.get(key_hash) != {owner}
         }
 
+    async def claim_layout(self) -> None:
+        """Records the layout of what this version of motet stores, if the registry has none yet.
+
+        Raises OtherLayout if a later version has changed it.
+        """
+        number, _, version = (await self._store.set_once(LAYOUT, f"{LAYOUT_NUMBER} {__version__}")).partition(" ")
+        if int(number) > LAYOUT_NUMBER:
+            raise OtherLayout(
+                f"the registry in Redis has layout {number}, which needs motet {version} or later: this is motet "
+                f"{__version__}, which reads layout {LAYOUT_NUMBER}"
+            )
+
     async def claim_base(self, base: BaseIdentity, remedy: str, *, if_empty: bool) -> None:
         """Records that the registry belongs to `base`, if it belongs to none yet, or `if_empty` and it has no adapters.
 
         Raises OtherBase, with `remedy` in its message, if it belongs to another base.
         """
-        async with self._bounded():
-            registry_base = await self._claim_base(wanted=str(base), may_change=if_empty)
-        base.check(BaseIdentity.parse(registry_base), "the registry in Redis", remedy)
+        base_row = ("GET", BASE)
+
+        def claim(rows: Snapshot) -> Transaction:
+            before = rows[base_row]
+            if before is not None and not (if_empty and before != str(base) and not rows["HLEN", ADAPTERS]):
+                return Transaction(value=before)
+            return Transaction(value=str(base), writes=[("SET", BASE, str(base))])
+
+        claimed = await self._store.change(claim, [base_row, ("HLEN", ADAPTERS)])
+        base.check(BaseIdentity.parse(claimed.value), "the registry in Redis", remedy)
 
     async def position(self) -> Position:
         """Where the event stream is now. What is read afterwards is at least as new as the event there."""
-        async with self._bounded():
-            event_id, number, num_adapters = await self._read_position()
-        return Position(event_id or "0-0", int(number or 0), num_adapters)
+        newest, number, num_adapters = await self._store.read(
+            ("XREVRANGE", EVENTS, "+", "-", "COUNT", 1), ("GET", EVENT_NUMBER), ("HLEN", ADAPTERS)
+        )
+        return Position(newest[0][0] if newest else "0-0", int(number or 0), num_adapters)
 
     async def has_event(self, event_id: str, number: int) -> bool:
         """Whether the stream holds this very event, and so all events after it."""
@@ -342,9 +338,7 @@ class Registry:
 
     async def share_stream_key(self, key: bytes) -> bytes:
         """The secret with which all routers seal event ids: `key`, if there was none yet."""
-        async with self._bounded():
-            current_key = await self._set_once(key=STREAM_KEY, value=key.hex())
-        return key if current_key is None else bytes.fromhex(current_key)
+        return bytes.fromhex(await self._store.set_once(STREAM_KEY, key.hex()))
 
     async def read_events(self, after: str, wait_s: float) -> Sequence[NumberedEvent]:
         """Events after the event with the id `after`; waits up to `wait_s` for the first one, and may return none."""
@@ -381,6 +375,37 @@ class Registry:
 
 def _pages(hashes: Sequence[str]) -> Iterator[Sequence[str]]:
     return (hashes[start : start + _KEYS_SIZE] for start in range(0, len(hashes), _KEYS_SIZE))
+
+
+def _key_rows(hashes: Sequence[str]) -> list[Command]:
+    return [("HMGET", API_KEYS, *hashes), *mark_rows(hashes)]
+
+
+def _addition_of_keys(owner: str, hashes: Sequence[str], tenants: Mapping[str, str], rows: Snapshot) -> Transaction:
+    """Adds keys that a launch gives, by their hashes."""
+    change, launches = Transaction(), launches_by_hash(rows, hashes)
+    for key_hash, record in zip(hashes, rows[_key_rows(hashes)[0]], strict=True):
+        tenant = tenants[key_hash]
+        if record is None:
+            change.writes.append(("HSET", API_KEYS, key_hash, tenant))
+            change.events.append(("key", key_hash, tenant))
+        elif (owner_name := decode_key(key_hash, record).tenant) != tenant:
+            raise _key_taken(tenant, owner_name)
+        if record is None or key_hash in launches:
+            change.writes.append(("SADD", LAUNCH_KEYS, f"{owner} {key_hash}"))
+    return change
+
+
+def _removal_of_keys(owner: str, hashes: Sequence[str], rows: Snapshot) -> Transaction:
+    """Removes keys that a launch no longer gives. Those that no other launch gives are deleted."""
+    change, launches = Transaction(), launches_by_hash(rows, hashes)
+    for key_hash in hashes:
+        if owner in launches[key_hash]:
+            change.writes.append(("SREM", LAUNCH_KEYS, f"{owner} {key_hash}"))
+            if len(launches[key_hash]) == 1:
+                change.writes.append(("HDEL", API_KEYS, key_hash))
+                change.events.append(("key", key_hash, ""))
+    return change
 
 
 def _check_one_tenant_each(keys: Sequence[tuple[str, str]]) -> None:

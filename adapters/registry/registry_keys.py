@@ -1,4 +1,4 @@
-"""What a registry stores in Redis, and the Lua scripts that read or change several of its keys at once.
+"""What a registry stores in Redis, in layout 1. Its records are read and changed through store.py.
 
 A record of a name is "version digest facts", where the facts are JSON that holds its revision and its other versions.
 Each change gives it a higher revision, which is the number of the change's event. A launch mark is "owner hash": the
@@ -8,7 +8,6 @@ the bare name of its tenant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -44,6 +43,7 @@ ROLLOUTS = PREFIX + "rollouts"  # hash: launch -> JSON of its application's Roll
 ROLLOUT_LOOK = PREFIX + "rollout_look:"  # + launch: a router looks after its rollout, as a string that expires
 CLUSTER_TOKEN = PREFIX + "cluster_token"  # that routers show to gangs, unless a file holds one
 SETTINGS = PREFIX + "settings"  # JSON of those that routers serve by now
+LAYOUT = PREFIX + "layout"  # "number version": of this layout, and the first version of motet that has written it
 BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters belong to
 EVENT_NUMBER = PREFIX + "event_number"  # number of events so far
 STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of events
@@ -66,49 +66,15 @@ BATCH_QUEUE = PREFIX + "batch_queue:"  # + tenant_id: set of ids of batches that
 BATCH_TENANTS = PREFIX + "batch_tenants"  # sorted set of ids of tenants that have any, by when one was last begun
 BATCH_LEASE = PREFIX + "batch:"  # + id: the router that runs the batch, as a string that expires
 
-# By the names of KEYS in scripts. A script adds the last part to a key whose name ends in `_prefix`.
-SCRIPT_KEYS: Final[Mapping[str, str]] = {
-    "adapters": ADAPTERS,
-    "names": NAMES,
-    "versions": VERSIONS,
-    "version_notes": VERSION_NOTES,
-    "stored_prefix": STORED,
-    "unswept_prefix": UNSWEPT,
-    "file_bytes_prefix": FILE_BYTES,
-    "file_ends": FILE_ENDS,
-    "batch_tenants": BATCH_TENANTS,
-    "unswept_tenants": UNSWEPT_TENANTS,
-    "pins": PINS,
-    "pinned": PINNED,
-    "canaries": CANARIES,
-    "api_keys": API_KEYS,
-    "made_keys_prefix": MADE_KEYS,
-    "key_ends": KEY_ENDS,
-    "tenants": TENANTS,
-    "ended_users_prefix": ENDED_USERS,
-    "audit": AUDIT,
-    "tenant_audit_prefix": TENANTS_AUDIT,
-    "audit_order": AUDIT_ORDER,
-    "launch_keys": LAUNCH_KEYS,
-    "settings": SETTINGS,
-    "base": BASE,
-    "event_number": EVENT_NUMBER,
-    "events": EVENTS,
-    "counts_prefix": CANARY_COUNTS,
-    "sticky_prefix": CANARY_STICKY,
-    "comments_prefix": CANARY_COMMENTS,
-    "updated_trials": UPDATED_TRIALS,
-}
 _FOLDER: Final = Path(__file__).parent
 
 
 def bind_script(client: Redis, name: str, *, allow_oom: bool = False, no_writes: bool = False) -> BoundScript:
-    """The script in the file `name` of this folder; callers pass only keys that SCRIPT_KEYS lacks.
+    """The script in the file `name` of this folder, whose calls pass its keys.
 
-    `allow_oom`: it works while Redis is at its bound of memory. Deletions, revocations, and what a launch and its
-    router write at their start are such scripts; uploads and counts are not. `no_writes`: see `LuaScript`.
+    `allow_oom`: it works while Redis is at its bound of memory. `no_writes`: see `LuaScript`.
     """
-    return _load(name, allow_oom=allow_oom, no_writes=no_writes).bind(client, SCRIPT_KEYS)
+    return _load(name, allow_oom=allow_oom, no_writes=no_writes).bind(client)
 
 
 @cache

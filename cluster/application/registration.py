@@ -77,8 +77,8 @@ OTHER_REDIS = "set REDIS_URL to another server, or to another database of this o
 async def register_launch(config: MotetConfig, *, embedded_redis: bool) -> None:
     """Claims store and registry for this base; the config's keys replace those of this folder's earlier launches.
 
-    Raises OtherBase, KeyTaken, RegistryUnavailable, ConfigError if the base's name is an adapter's or a tenant with a
-    latency objective has no key; then no data of another launch has changed.
+    Raises OtherLayout, OtherBase, KeyTaken, RegistryUnavailable, ConfigError if the base's name is an adapter's or a
+    tenant with a latency objective has no key; then no data of another launch has changed.
     """
     async with _registry(config) as registry:
         # An embedded registry has no other user: while it is empty it may change hands.
@@ -131,10 +131,11 @@ async def _registry(config: MotetConfig) -> AsyncIterator[Registry]:
 
 
 async def _claim(registry: Registry, config: MotetConfig, remedy: str, *, if_empty: bool) -> None:
-    """Store and registry are this base's, before and after. Nothing has changed if it raises OtherBase."""
+    """Store and registry are this base's, before and after. No other base's have changed if it raises."""
     base = await asyncio.to_thread(identify_base, config.model_path, config.serving.name)
     store = AdapterStore(config.store_path)
     store.check_base(base, OTHER_FOLDER)
+    await registry.claim_layout()
     await registry.claim_base(base, remedy, if_empty=if_empty)
     store.claim_base(base, OTHER_FOLDER)
     await _check_name(registry, base)

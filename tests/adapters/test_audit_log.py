@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
+from msgspec import msgpack
 from redis.asyncio import Redis
 
 from motet.adapters.registry.administration.administration import AuditLog
-from motet.adapters.registry.lua_script import LuaScript
-from motet.adapters.registry.registry_keys import AUDIT, AUDIT_ORDER, SCRIPT_KEYS, TENANTS_AUDIT
-from motet.adapters.registry.tenants.records import Actor, ActorKind, AuditEntry, WrittenEntry, encode_entry
+from motet.adapters.registry.registry_keys import AUDIT, AUDIT_ORDER, PREFIX, TENANTS_AUDIT
+from motet.adapters.registry.store import Snapshot, Store, Transaction, packed
+from motet.adapters.registry.tenants.records import Actor, ActorKind, AuditEntry, WrittenEntry
 
 NUM_OPERATOR_ENTRIES = 100_000  # that are kept
 NUM_TENANT_ENTRIES = 1_000
-APPEND_OFTEN = LuaScript(Path(__file__).with_name("append_often.lua"))
 
 
 async def noted(client: Redis, tenant: str, kind: ActorKind, count: int = 1) -> None:
+    """Appends the same entry so often, thousands at once."""
     actor = Actor(kind=kind, tenant="" if kind == "operator" else tenant)
-    entry = encode_entry(AuditEntry(action="adapter.upload", tenant=tenant, target="x", actor=actor))
-    await APPEND_OFTEN.bind(client, SCRIPT_KEYS)(tenant=tenant, entry=entry, count=count)
+    entry = AuditEntry(action="adapter.upload", tenant=tenant, target="x", actor=actor)
+    *nothing, (order, row) = msgpack.decode(packed(Transaction(entry=entry), Snapshot((), ())))
+    for first in range(0, count, 5_000):
+        rows = ([*row[:-1], str(number + 1)] for number in range(first, min(count, first + 5_000)))
+        change = msgpack.encode([*nothing, [order, *rows]])
+        await Store(client)._transact_when_full(slot=PREFIX, change=change)
 
 
 def reported(entries: Sequence[WrittenEntry]) -> list[tuple[str, str, str]]:

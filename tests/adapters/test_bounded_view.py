@@ -116,7 +116,7 @@ async def test_what_is_kept_follows_the_events(registry: CountingRegistry, view:
     for name in ("n1", "n2", "new"):
         await view.resolve("acme", name)
     newer = await register(registry, "n1", "b")
-    await registry.delete("acme", "n2")
+    await registry.names.delete("acme", "n2")
     new = await register(registry, "new")
     await register(registry, "n3", "b")  # it was never requested
     await caught_up(view, registry)
@@ -137,7 +137,7 @@ async def test_a_change_is_not_lost_to_a_lookup_that_read_before_it(
     await eventually(lambda: registry.looked_up)
     await asyncio.sleep(0.05)  # the command has read
     newer, new = await register(registry, "n1", "b"), await register(registry, "new")
-    deleted = await registry.delete("acme", "n2")
+    deleted = await registry.names.delete("acme", "n2")
     assert deleted is not None
     if by_stream:
         await caught_up(view, registry)
@@ -316,7 +316,7 @@ async def test_requests_are_served_while_it_fills_and_changes_meanwhile_are_kept
     assert (await view.resolve("acme", "n1")) is not None
     assert await view.resolve("acme", "none") is None
     newer = await register(registry, "n2", "b")
-    await registry.delete("acme", "n3")
+    await registry.names.delete("acme", "n3")
     await caught_up(view, registry)
     assert not view.is_whole
     pages.set()

@@ -70,7 +70,7 @@ async def test_thumbs_of_one_key_are_few(counts: CanaryCounts) -> None:
 async def test_what_is_kept_of_sticky_keys_is_bounded(
     counts: CanaryCounts, redis_client: Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(canary_counts._STICKY_BOUND, "max_sticky_fields", 50)
+    monkeypatch.setattr(canary_counts, "MAX_STICKY_FIELDS", 50)
     counts = CanaryCounts(redis_client)
     await counts.add([outcome(number, f"user {number}") for number in range(500)])
     assert await redis_client.hlen(PREFIX + "canary_sticky:c") <= 52

@@ -80,7 +80,7 @@ async def test_counts_are_what_the_records_say_and_nothing_is_left(
             elif pick < 0.9:
                 await registry.names.change("acme", name, lambda state, _: with_alias(state, "prod", "1"))
             else:
-                await registry.delete("acme", name)
+                await registry.names.delete("acme", name)
         except NoSuchVersion:
             continue
         use, pinned = await expected(registry)
@@ -90,7 +90,7 @@ async def test_counts_are_what_the_records_say_and_nothing_is_left(
     await registry.stored.recount()
     assert await redis_client.hgetall(STORED + "acme") == counted
     for number in range(3):
-        await registry.delete("acme", f"n{number}")
+        await registry.names.delete("acme", f"n{number}")
     async for tenant, page in registry.stored.unswept():
         await registry.stored.release(tenant, page)
     assert await redis_client.hgetall(STORED + "acme") == {}

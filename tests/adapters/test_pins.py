@@ -70,7 +70,7 @@ async def test_bytes_count_for_each_gang_and_end_with_the_pin_or_the_name(
     assert await pinned(redis_client) == "1 100"
     with pytest.raises(NoSuchVersion, match="y is not pinned"):
         await pin(registry, "y", 0)
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     assert await pinned(redis_client) is None
     assert await redis_client.hlen(PINS) == 0
 
@@ -169,7 +169,7 @@ async def test_every_view_knows_all_pins(registry: Registry) -> None:
         await eventually_in_loop(partial(has_pin, view, 2))
         assert view.pins.num_gangs(digest_of(1)) == 3
     assert early.pins.take_changed() == {digest_of(1), digest_of(2)}
-    await registry.delete("acme", "y")
+    await registry.names.delete("acme", "y")
     await pin(registry, "x", 0)
     for view in (early, late):
         await eventually_in_loop(partial(has_pin, view, 0))

@@ -6,11 +6,20 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from motet import __version__
 from motet.adapters.adapter import AdapterVersion, BaseIdentity
 from motet.adapters.errors import AdapterInvalid, KeyTaken, OtherBase, RegistryUnavailable
 from motet.adapters.registry.events import AdapterDeleted, AdapterSet, KeySet
-from motet.adapters.registry.registry import PAGE_SIZE, Position, Registry, connect, hash_key
-from motet.adapters.registry.registry_keys import PREFIX
+from motet.adapters.registry.registry import (
+    LAYOUT_NUMBER,
+    PAGE_SIZE,
+    OtherLayout,
+    Position,
+    Registry,
+    connect,
+    hash_key,
+)
+from motet.adapters.registry.registry_keys import LAYOUT, PREFIX
 from motet.tests.rigs.given_keys import give_key, take_back_key, tenant_of_key
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -35,8 +44,8 @@ async def test_register_get_list_delete(registry: Registry) -> None:
     assert await registry.get("acme", "pirate") == adapter
     assert await registry.list_adapters("acme") == [adapter]
     assert "a" * 64 in await registry.digests()
-    assert await registry.delete("acme", "pirate") == AdapterDeleted("acme", "pirate", 1, revision=2)
-    assert await registry.delete("acme", "pirate") is None
+    assert await registry.names.delete("acme", "pirate") == AdapterDeleted("acme", "pirate", 1, revision=2)
+    assert await registry.names.delete("acme", "pirate") is None
     assert await registry.get("acme", "pirate") is None
     assert await registry.list_adapters("acme") == []
     assert len(await registry.digests()) == 0
@@ -48,7 +57,7 @@ async def test_versions_count_up_and_the_same_digest_is_the_same_version(registr
     assert (first[2], again) == (True, (*first[:2], False))
     assert (await registry.names.register("acme", "x", **facts("b")))[0].version == 2
     assert (await registry.names.register("acme", "x", **facts("a")))[0].version == 3
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     adapter, _, created = await registry.names.register("acme", "x", **facts("a"))
     assert (adapter.version, created) == (4, True)
 
@@ -74,7 +83,7 @@ async def test_tenants_do_not_see_each_other(registry: Registry) -> None:
             (tenant, f"own-{tenant}"),
         }
     assert await registry.get("acme", "own-a") is None
-    assert await registry.delete("acme", "own-a") is None
+    assert await registry.names.delete("acme", "own-a") is None
     assert await registry.get("a", "own-a") is not None
 
 
@@ -94,7 +103,7 @@ async def test_a_list_is_read_in_pages(registry: Registry) -> None:
     while page := await registry.list_adapters("acme", found[-1] if found else "", 10):
         assert len(page) <= 10
         found += [adapter.name for adapter in page]
-        await registry.delete("acme", found[-1])  # a list goes on behind a name that is gone
+        await registry.names.delete("acme", found[-1])  # a list goes on behind a name that is gone
     assert found == names
     assert await registry.list_adapters("acme", "zzz") == []
     with pytest.raises(ValueError, match="limit = 0"):
@@ -230,13 +239,26 @@ async def test_a_registry_belongs_to_one_base(registry: Registry) -> None:
         await registry.claim_base(mine, "go away", if_empty=True)
 
 
+async def test_a_registry_whose_layout_is_later_is_refused(registry: Registry, redis_client: Redis) -> None:
+    await registry.claim_layout()
+    assert await redis_client.get(LAYOUT) == f"{LAYOUT_NUMBER} {__version__}"
+    await redis_client.set(LAYOUT, f"{LAYOUT_NUMBER} 0.0.1")
+    await registry.claim_layout()
+    assert await redis_client.get(LAYOUT) == f"{LAYOUT_NUMBER} 0.0.1"
+    await redis_client.set(LAYOUT, f"{LAYOUT_NUMBER + 1} 77.3.0")
+    with pytest.raises(
+        OtherLayout, match=rf"layout {LAYOUT_NUMBER + 1}, which needs motet 77\.3\.0 or later.*layout 1"
+    ):
+        await registry.claim_layout()
+
+
 async def test_changes_are_reported_in_order_and_only_once(registry: Registry) -> None:
     start = await registry.position()
     assert start == Position("0-0", 0, num_adapters=0)
     adapter, *_ = await registry.names.register("acme", "x", **facts())
     await registry.names.register("acme", "x", **facts())
-    await registry.delete("acme", "x")
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     for _ in range(2):
         await give_key(registry, "acme", "secret")
     await take_back_key(registry, "secret")
@@ -316,7 +338,7 @@ async def test_without_redis_every_call_is_unavailable() -> None:
         registry.names.register("acme", "x", **facts()),
         registry.get("acme", "x"),
         registry.list_adapters("acme"),
-        registry.delete("acme", "x"),
+        registry.names.delete("acme", "x"),
         registry.digests(),
         registry.set_launch_keys("launch-1", [("acme", "x")]),
         registry.claim_base(BaseIdentity("a", "x"), "go away", if_empty=True),

@@ -94,7 +94,7 @@ async def test_starts_with_what_is_there_and_follows(registry: GatedRegistry) ->
     new = await register(registry, "new")
     await give_key(registry, "zoo", "new key")
     await take_back_key(registry, "old key")
-    await registry.delete("acme", "old")
+    await registry.names.delete("acme", "old")
     await eventually(lambda: kept(view, "old") is None)
     assert await view.list_adapters("acme") == [new]
     assert owner_of(view, "new key") == "zoo"
@@ -117,7 +117,7 @@ async def test_own_changes_are_seen_at_once_and_not_undone_by_the_stream(
     view.apply(AdapterSet(second))
     view.apply(AdapterSet(first))  # late
     assert await view.resolve("acme", "x") == second
-    deleted = await registry.delete("acme", "x")
+    deleted = await registry.names.delete("acme", "x")
     assert deleted is not None
     view.apply(deleted)
     view.apply(AdapterSet(second))  # late
@@ -155,7 +155,7 @@ async def test_changes_made_while_it_loads_are_kept(registry: GatedRegistry) -> 
                 yield page
             made["late"] = await register(registry, "late")
             made["replaced"] = await register(registry, "replaced", "b")
-            await registry.delete("acme", "deleted")
+            await registry.names.delete("acme", "deleted")
             made["own"] = await register(registry, "own")
             slow_view.apply(AdapterSet(made["own"]))
 
@@ -235,7 +235,7 @@ async def test_a_random_history_ends_in_the_same_state_and_versions_never_go_bac
         name = chooser.choice(names)
         match chooser.randrange(10):
             case 0:
-                deleted = await registry.delete("acme", name)
+                deleted = await registry.names.delete("acme", name)
                 if deleted is not None and chooser.random() < 0.5:
                     view.apply(deleted)
             case 1:

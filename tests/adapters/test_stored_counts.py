@@ -68,10 +68,10 @@ async def test_names_and_bytes_of_all_versions_are_counted_for_tenant_and_key(re
     await put(registry, "x", 9, 5000, tenant="zenith")
     assert await registry.stored.of("acme", "k1") == (StorageUse(2, 230), StorageUse(2, 200))
     assert (await registry.stored.of("acme", "k2"))[1] == StorageUse(1, 30)
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     assert await registry.stored.of("acme", "k1") == (StorageUse(1, 230), StorageUse(1, 200))
     assert (await registry.stored.of("acme", "k2"))[1] == StorageUse(0, 30)
-    await registry.delete("acme", "y")
+    await registry.names.delete("acme", "y")
     assert await registry.stored.of("acme", "k1") == (StorageUse(0, 130), StorageUse(0, 100))
     await release_all(registry)
     assert await registry.stored.of("acme", "k1") == (StorageUse(), StorageUse())
@@ -89,8 +89,8 @@ async def test_what_is_a_users_is_counted_for_him_over_his_keys_until_it_is_swep
         return (await registry.stored.of("acme", user_owner(user)))[1]
 
     assert (await of("ann"), await of("bob")) == (StorageUse(2, 135), StorageUse(1, 100))
-    await registry.delete("acme", "x")
-    await registry.delete("acme", "~ann/x")
+    await registry.names.delete("acme", "x")
+    await registry.names.delete("acme", "~ann/x")
     assert await of("ann") == StorageUse(0, 135)
     await put(registry, "z", 3, 5, key="k3", user="bob")  # takes over what was to be swept
     assert (await of("ann"), await of("bob")) == (StorageUse(0, 130), StorageUse(2, 105))
@@ -103,11 +103,20 @@ async def test_what_is_a_users_is_counted_for_him_over_his_keys_until_it_is_swep
 
 async def test_what_was_unswept_before_there_were_users_is_read(registry: Registry, redis_client: Redis) -> None:
     await put(registry, "x", 1, 100)
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     entry = await redis_client.hget(UNSWEPT + "acme", f"{1:064x}")
     assert str(entry).split(" ")[1:] == ["100", "k1"]  # as it was written then
     await release_all(registry)
     assert await registry.stored.of("acme", "k1") == (StorageUse(), StorageUse())
+
+
+async def test_content_of_several_versions_waits_for_its_sweep_as_the_last_one_s(
+    registry: Registry, redis_client: Redis
+) -> None:
+    for content, key in ((1, "k1"), (2, "k2"), (1, "k3"), (3, "k4")):
+        await put(registry, "x", content, 10, key=key)
+    await registry.names.delete("acme", "x")
+    assert await redis_client.hget(UNSWEPT + "acme", f"{1:064x}") == "5 10 k3"
 
 
 async def test_versions_that_go_count_until_they_are_swept(registry: Registry) -> None:
@@ -165,7 +174,7 @@ async def test_a_recount_says_what_the_counts_said(registry: Registry, redis_cli
             registry, f"n{number % 4}", number, 7 * number, key=f"k{number % 3}", user=("", "ann", "bob")[number % 3]
         )
         await put(registry, f"n{number % 5}", number, number, tenant=f"t{number % 2}")
-    await registry.delete("acme", "n1")
+    await registry.names.delete("acme", "n1")
     tenants = ["acme", "t0", "t1"]
     counted = {tenant: await redis_client.hgetall(STORED + tenant) for tenant in tenants}
     await redis_client.hset(STORED + "acme", mapping={"": "99 99", "gone": "3 3"})
@@ -178,17 +187,17 @@ async def test_a_recount_says_what_the_counts_said(registry: Registry, redis_cli
 async def test_a_tenant_that_is_gone_leaves_no_counts(registry: Registry, redis_client: Redis) -> None:
     await put(registry, "x", 1, 100)
     await put(registry, "y", 2, 100)
-    await registry.delete("acme", "y")
+    await registry.names.delete("acme", "y")
     await TenantRegistry(redis_client).delete("acme", Actor(kind="operator"))
     assert not await redis_client.exists(STORED + "acme", UNSWEPT + "acme", UNSWEPT_TENANTS)
 
 
 async def test_what_was_lost_again_since_it_was_read_stays(registry: Registry) -> None:
     await put(registry, "x", 1, 100)
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     pages = [entry async for entry in registry.stored.unswept()]
     await put(registry, "x", 1, 100)
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     for tenant, page in pages:
         await registry.stored.release(tenant, page)
     assert (await registry.stored.of("acme", ""))[0] == StorageUse(0, 100)
@@ -212,7 +221,7 @@ async def test_counts_are_those_of_what_names_have_and_of_what_they_lost(
             content = chooser.randrange(1, 25)
             await put(registry, name, content, content, key="")
         elif choice < 0.9:
-            await registry.delete("acme", name)
+            await registry.names.delete("acme", name)
         else:
             await release_all(registry)
             lost.clear()

@@ -222,7 +222,7 @@ class CutOff(Exception):  # noqa: N818
 
 
 @pytest.mark.parametrize(
-    ("moment", "is_done"), [*((moment, False) for moment in range(5)), *((moment, True) for moment in range(-1, 4))]
+    ("moment", "is_done"), [*((moment, False) for moment in range(6)), *((moment, True) for moment in range(-1, 5))]
 )
 async def test_a_deletion_that_was_cut_off_goes_on(
     moment: int, is_done: bool, registry: Registry, view: RegistryView, redis_client: Redis
@@ -256,9 +256,8 @@ async def test_a_deletion_that_was_cut_off_goes_on(
         return call
 
     cut = TenantRegistry(redis_client, [end])
-    cut._delete_page_of_keys = counted(cut._delete_page_of_keys)
-    cut._delete_page_of_adapters = counted(cut._delete_page_of_adapters)
-    cut._changes._change_records = counted(cut._changes._change_records)
+    for store in (cut._store, cut._changes._store):
+        store._transact_when_full = counted(store._transact_when_full)
     with pytest.raises(CutOff):
         await cut.delete("acme", OPERATOR)
     await view.catch_up()
@@ -290,8 +289,8 @@ async def test_every_change_is_in_the_log(
     await register(registry, "acme", "x", entry=upload)
     await register(registry, "acme", "x", entry=upload)  # changes nothing
     removal = AuditEntry(action="adapter.delete", tenant="acme", target="x", actor=tenant_key)
-    await registry.delete("acme", "x", removal)
-    assert await registry.delete("acme", "x", removal) is None
+    await registry.names.delete("acme", "x", removal)
+    assert await registry.names.delete("acme", "x", removal) is None
     _, _, _ = await keys.rotate(hash_key(key), record, 10.0, tenant_key)
     await keys.delete(hash_key(key), record, OPERATOR)
     await tenants.suspend("acme", OPERATOR)

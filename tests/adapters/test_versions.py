@@ -79,7 +79,7 @@ async def test_of_uploads_at_once_that_need_a_new_name_one_gets_it(registry: Reg
 
     assert sorted(await asyncio.gather(*map(make, range(5))), key=str) == [1, None, None, None, None]
     assert await make(9) is None and (await upload(registry, 9)).version == 2
-    assert await registry.delete("acme", "x") is not None
+    assert await registry.names.delete("acme", "x") is not None
     assert await make(9) == 3
 
 
@@ -162,7 +162,7 @@ async def test_deleting_a_name_deletes_all_of_it(registry: Registry, redis_clien
     await upload(registry, 2)
     await registry.names.change("acme", "x", lambda name, now: name_state.with_canary(name, "1", 0.5, "c", now))
     assert await redis_client.zrange(CANARIES, 0, -1) == ["acme/x"]
-    await registry.delete("acme", "x")
+    await registry.names.delete("acme", "x")
     assert len(await registry.digests()) == 0
     assert await redis_client.hgetall(PREFIX + "version_notes") == {}
     assert await redis_client.zrange(CANARIES, 0, -1) == []

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from motet.adapters.errors import KeyTaken, OtherBase
 from motet.adapters.format.validation import validate
-from motet.adapters.registry.registry import Registry
+from motet.adapters.registry import registry_keys
+from motet.adapters.registry.registry import OtherLayout, Registry
 from motet.adapters.store.store import AdapterStore
 from motet.cluster.application.registration import OWNER_FILE, check_objectives, forget_launch_keys, register_launch
 from motet.cluster.config import MotetConfig
@@ -128,6 +129,14 @@ async def test_a_redis_of_others_is_never_taken_over(
     with pytest.raises(OtherBase, match="REDIS_URL"):
         await launch(other, embedded_redis=False)
     await launch(config, embedded_redis=False)
+
+
+async def test_a_registry_of_a_later_layout_is_refused_and_stays(config: MotetConfig, redis_client: Redis) -> None:
+    await redis_client.set(registry_keys.LAYOUT, "2 77.3.0")
+    with pytest.raises(OtherLayout, match=r"needs motet 77\.3\.0"):
+        await launch(config)
+    assert await redis_client.keys() == [registry_keys.LAYOUT]
+    assert await redis_client.get(registry_keys.LAYOUT) == "2 77.3.0"
 
 
 async def test_a_data_folder_of_another_base_is_refused_before_redis_is_touched(

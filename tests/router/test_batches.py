@@ -10,7 +10,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from motet.adapters import ended_tasks
 from motet.adapters.ended_tasks import end_tasks
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.batches import batch_registry
+from motet.adapters.registry.batches.batch_registry import BatchRegistry
 from motet.adapters.registry.batches.records import BatchRecord
 from motet.adapters.registry.registry import hash_key
 from motet.adapters.registry.registry_keys import FILE_ENDS
@@ -636,14 +637,18 @@ async def test_a_volume_that_is_away_fails_no_batch(front: RealFront, charges: C
 
 
 async def test_redis_away_pauses(running: RealFront, charges: Charges, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, is_away = batch_registry.BatchRegistry._read, False
+    is_away = False
 
-    async def away(self: Any, tenant_id: str, batch_id: str) -> str | None:
-        if is_away:
-            raise RegistryUnavailable("away")
-        return await read(self, tenant_id, batch_id)
+    def unless_away(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def checked(*args: Any, **options: Any) -> Any:
+            if is_away:
+                raise RegistryUnavailable("away")
+            return await call(*args, **options)
 
-    monkeypatch.setattr(batch_registry.BatchRegistry, "_read", away)
+        return checked
+
+    for name in ("get", "change", "delete"):
+        monkeypatch.setattr(BatchRegistry, name, unless_away(getattr(BatchRegistry, name)))
     charges.opening = asyncio.Event()
     owner = BatchClient(running)
     batch_id = await owner.create(await owner.upload(work(50)))

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Self
 
 import msgspec
 from redis.asyncio import Redis
 
 from ..redis_deadline import answered_within
-from ..registry_keys import SETTINGS, TENANTS_AUDIT, bind_script
-from ..tenants.records import Actor, AuditEntry, WrittenEntry, decode_entry, encode_entry, log_entry
+from ..registry_keys import AUDIT, AUDIT_ORDER, SETTINGS, TENANTS_AUDIT, bind_script
+from ..store import Snapshot, Store, Transaction
+from ..tenants.records import Actor, AuditEntry, WrittenEntry, decode_entry
 from .key_registry import KeyRegistry
 from .tenant_registry import EndOfTenant, TenantRegistry
 
@@ -29,9 +29,8 @@ class AuditLog:
 
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
-        self._change_settings = bind_script(client, "administration/change_settings.lua", allow_oom=True)
-        self._read_all = bind_script(client, "administration/read_audit.lua")
-        self._read_operators = bind_script(client, "administration/read_operators_audit.lua")
+        self._store = Store(client)
+        self._read_page = bind_script(client, "read_audit.lua")
 
     async def read(self, before: str, limit: int, tenant: str = "", user: str = "") -> Sequence[WrittenEntry]:
         """At most `limit` entries that are older than the one with the id `before`, if one is named.
@@ -40,20 +39,21 @@ class AuditLog:
         """
         end = f"({before}" if before else "+"
         if not tenant:
-            return await self._pages(self._read_all, end, limit)
+            return await self._pages("", end, limit)
         async with answered_within():
             rows = await self._client.xrevrange(TENANTS_AUDIT + tenant, end, "-", count=None if user else limit)
         tenant_entries = [decode_entry(entry_id, fields["entry"], fields["result"]) for entry_id, fields in rows]
         if user:  # operators have no user
             return [entry for entry in tenant_entries if entry.entry.actor.user == user][:limit]
-        by_operators = await self._pages(partial(self._read_operators, tenant=tenant), end, limit)
+        by_operators = await self._pages(tenant, end, limit)
         return sorted([*tenant_entries, *by_operators], key=_place, reverse=True)[:limit]
 
-    async def _pages(self, read: Callable[..., Awaitable[Any]], end: str, limit: int) -> Sequence[WrittenEntry]:
+    async def _pages(self, tenant: str, end: str, limit: int) -> Sequence[WrittenEntry]:
+        logs = {"audit": AUDIT, "audit_order": AUDIT_ORDER, "tenant_audit_prefix": TENANTS_AUDIT}
         entries: list[WrittenEntry] = []
         while len(entries) < limit:
             async with answered_within():
-                last, *rows = await read(last=end, count=_PAGE_SIZE)
+                last, *rows = await self._read_page(**logs, tenant=tenant, last=end, count=_PAGE_SIZE)
             entries += map(decode_entry, rows[::3], rows[1::3], rows[2::3])
             if not last:
                 break
@@ -66,31 +66,28 @@ class AuditLog:
         Every router calls it with its settings, and one of them writes. Secrets must not be among them.
         """
         text = msgspec.json.encode(settings, order="sorted").decode()
-        while True:
-            async with answered_within():
-                before: str = await self._client.get(SETTINGS) or ""
+        row = ("GET", SETTINGS)
+
+        def note(rows: Snapshot) -> Transaction:
+            before = rows[row]
             if before == text:
-                return False
-            old = msgspec.json.decode(before or "{}", type=dict[str, object])
-            new = msgspec.json.decode(text, type=dict[str, object])
+                return Transaction(value=False)
             changed: dict[str, object] = {}
-            if before:  # the first settings change nothing
+            if before is not None:  # the first settings change nothing
+                old = msgspec.json.decode(before, type=dict[str, object])
+                new = msgspec.json.decode(text, type=dict[str, object])
                 for name in sorted(old.keys() | new.keys()):  # a release may remove one
                     if old.get(name) != new.get(name):
                         changed[name] = {"from": old.get(name), "to": new.get(name)}
             entry = AuditEntry(
-                action="settings.change" if before else "settings.first",
+                action="settings.first" if before is None else "settings.change",
                 tenant="",
                 changed=changed,
                 actor=Actor(kind="configuration"),
             )
-            async with answered_within():
-                is_noted = await self._change_settings(
-                    old_settings=before, new_settings=text, entry=encode_entry(entry)
-                )
-            if is_noted:
-                log_entry(entry)
-                return True
+            return Transaction(value=True, writes=[("SET", SETTINGS, text)], entry=entry)
+
+        return bool((await self._store.change(note, [row])).value)
 
 
 def _place(written: WrittenEntry) -> tuple[int, int]:

@@ -15,12 +15,13 @@ from redis.asyncio import Redis
 from ...ended_tasks import end_tasks
 from ...errors import NoSuchKey, RegistryUnavailable, TenantEnding
 from ...names import check_tenant
-from ..events import key_id_of
-from ..redis_deadline import answered_within
+from ..events import decode_key, key_id_of
+from ..launches import launches_by_hash, mark_rows
 from ..registry import hash_key
-from ..registry_keys import bind_script
+from ..registry_keys import API_KEYS, KEY_ENDS
+from ..store import Command, Snapshot, Store, Transaction
 from ..tenants.records import Actor, Admission, AuditEntry, KeyRecord, TenantRecord
-from .tenant_registry import Found, RecordChanges, Wanted
+from .tenant_registry import Found, RecordChanges, Wanted, delete_key
 
 KEY_PREFIX: Final = "motet-"  # lets scanners for secrets recognise a key
 _NUM_RANDOM_BYTES: Final = 32
@@ -47,9 +48,9 @@ class KeyRegistry:
 
         def make(records: Found) -> Wanted:
             _check_not_ending(records.tenant)
-            return Wanted(entry=entry, keys={key_hash: record}, admission=admission)
+            return Wanted(entry=entry, keys={key_hash: record})
 
-        await self._changes.change(record.tenant, (key_hash,), make)
+        await self._changes.change(record.tenant, (key_hash,), make, admission=admission)
         return record, key
 
     async def change(self, key_hash: str, key: KeyRecord, fields: Mapping[str, Any], actor: Actor) -> KeyRecord:
@@ -87,9 +88,9 @@ class KeyRegistry:
             new_record = structs.replace(before, key_id=key_id_of(new_hash), created_at=now)
             entry = _entry("key.rotate", before, actor, {"new_key": new_record.key_id, "expires_at": ends_at})
             keys = {key_hash: structs.replace(before, expires_at=ends_at), new_hash: new_record}
-            return Wanted(entry=entry, keys=keys, admission=admission)
+            return Wanted(entry=entry, keys=keys)
 
-        done = await self._changes.change(key.tenant, (key_hash,), make)
+        done = await self._changes.change(key.tenant, (key_hash, new_hash), make, admission=admission)
         return _key_of(done, new_hash), new_key, _key_of(done, key_hash)
 
     async def delete(self, key_hash: str, key: KeyRecord, actor: Actor, admission: Admission | None = None) -> None:
@@ -97,9 +98,9 @@ class KeyRegistry:
 
         def make(records: Found) -> Wanted:
             entry = _entry("key.delete", _existing_key(records, key_hash), actor, {})
-            return Wanted(entry=entry, keys={key_hash: None}, admission=admission)
+            return Wanted(entry=entry, keys={key_hash: None})
 
-        await self._changes.change(key.tenant, (key_hash,), make)
+        await self._changes.change(key.tenant, (key_hash,), make, admission=admission, may_delete=True)
 
     async def delete_of_user(self, tenant: str, user: str, hashes: Sequence[str], actor: Actor | None) -> int:
         """Deletes those of the given keys that belong to the user, page by page, and returns their number.
@@ -112,11 +113,12 @@ class KeyRegistry:
 
         def make(records: Found) -> Wanted:
             mine = [key_hash for key_hash, key in records.keys.items() if key is not None and key.user == user]
-            return Wanted(entry=entry, keys=dict.fromkeys(mine), ended_user=user)
+            return Wanted(entry=entry, keys=dict.fromkeys(mine))
 
         num_deleted = 0
         for start in range(0, max(len(hashes), 1), _PAGE_SIZE):
-            done = await self._changes.change(tenant, hashes[start : start + _PAGE_SIZE], make)
+            page = hashes[start : start + _PAGE_SIZE]
+            done = await self._changes.change(tenant, page, make, ended_user=user, may_delete=True)
             num_deleted += len(done.keys)
         return num_deleted
 
@@ -167,7 +169,7 @@ class EndedKeys:
     """Any number of routers may do this at once: what one has deleted, the others do not find."""
 
     def __init__(self, client: Redis) -> None:
-        self._delete_ended = bind_script(client, "administration/delete_ended_keys.lua", allow_oom=True)
+        self._store = Store(client)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -179,10 +181,29 @@ class EndedKeys:
     async def forget(self) -> bool:
         """Deletes at most PAGE_SIZE of the keys that ended longest ago; whether there may be more.
 
-        Raises RegistryUnavailable.
+        A key that a launch gives stays: given again, it would be new and without an end. Raises RegistryUnavailable.
         """
-        async with answered_within():
-            return bool(await self._delete_ended(kept_s=KEPT_S, count=PAGE_SIZE) == PAGE_SIZE)
+        ((now, _),) = await self._store.read(("TIME",))
+        before = int(now) - KEPT_S
+        (hashes,) = await self._store.read(("ZRANGEBYSCORE", KEY_ENDS, "-inf", before, "LIMIT", 0, PAGE_SIZE))
+        rows: list[Command] = [("HGET", API_KEYS, key_hash) for key_hash in hashes]
+
+        def removal(read: Snapshot) -> Transaction:
+            change, launches = Transaction(), launches_by_hash(read, hashes)
+            for key_hash, row in zip(hashes, rows, strict=True):
+                record = read[row]
+                key = None if record is None else decode_key(key_hash, record)
+                if key is None or key.expires_at is None or key.expires_at > before:
+                    change.writes.append(("ZREM", KEY_ENDS, key_hash))
+                elif key_hash in launches:
+                    change.writes.append(("ZADD", KEY_ENDS, now, key_hash))  # looked at again after as long
+                else:
+                    delete_key(change, key_hash, key.tenant)
+            return change
+
+        if hashes:
+            await self._store.change(removal, [*rows, *mark_rows(hashes)])
+        return len(hashes) == PAGE_SIZE
 
     async def _forget_forever(self) -> None:
         while True:

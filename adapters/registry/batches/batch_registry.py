@@ -11,7 +11,7 @@ import msgspec
 from msgspec import structs
 from redis.asyncio import Redis
 
-from ...errors import CallerGone, NoSuchFile, QuotaExceeded
+from ...errors import NoSuchFile, QuotaExceeded
 from ..launches import Lease
 from ..redis_deadline import answered_within
 from ..registry_keys import (
@@ -19,14 +19,16 @@ from ..registry_keys import (
     BATCH_QUEUE,
     BATCH_TENANTS,
     BATCHES,
+    FILE_BYTES,
+    FILE_ENDS,
     FILE_USES,
     FILES,
     STORED,
-    bind_script,
 )
-from ..stored_counts import bound_args
-from ..tenants.records import AuditEntry, StorageBound, encode_entry, log_entry
-from .records import BatchRecord, FileRecord
+from ..store import Bound, Command, Snapshot, Store, Transaction, caller_rows, check_caller
+from ..stored_counts import add_file_bytes, owners_of, use_of
+from ..tenants.records import Admission, AuditEntry, StorageBound, parse_tenant_id
+from .records import BatchRecord, FileRecord, place_of
 
 MAX_BATCHES: Final = 300  # of a tenant; the oldest ones that have ended are forgotten
 MAX_WAITING: Final = 100  # of a tenant that have not ended
@@ -41,41 +43,41 @@ class BatchRegistry:
     def __init__(self, client: Redis, timeout_s: float = 3.0, clock: Callable[[], float] = time.time) -> None:
         self._client: Any = client
         self._timeout_s, self.clock = timeout_s, clock
-        self._add = bind_script(client, "batches/add_batch.lua")
-        # What a batch has computed is noted also while Redis is at its bound of memory.
-        self._change = bind_script(client, "batches/change_batch.lua", allow_oom=True)
-        self._delete = bind_script(client, "batches/delete_batch.lua", allow_oom=True)
+        self._store = Store(client, timeout_s)
 
     async def add(self, batch: BatchRecord, kept_until: float, last_event: int) -> None:
         """`last_event`: see `Admission`. Raises CallerGone, NoSuchFile, QuotaExceeded."""
-        async with answered_within(self._timeout_s):
-            reply = await self._add(
-                tenant=batch.tenant,
-                user=batch.user,
-                incarnation=batch.incarnation,
-                last_event=last_event,
-                tenant_id=batch.tenant_id,
-                id=batch.id,
-                record=_encode(batch),
-                input_file=batch.input_file_id,
-                now=self.clock(),
-                ends_at=kept_until,
-                max_waiting=MAX_WAITING,
-                max_batches=MAX_BATCHES,
-                files=FILES + batch.tenant_id,
-                file_uses=FILE_USES + batch.tenant_id,
-                batches=BATCHES + batch.tenant_id,
-                batch_queue=BATCH_QUEUE + batch.tenant_id,
-            )
-        if reply == 0:
-            raise CallerGone(f"the tenant {batch.tenant}, or its user, was deleted")
-        if reply == 2:
-            raise QuotaExceeded(f"a tenant has at most {MAX_WAITING} batches that have not ended: wait for one")
-        if reply == 3:
-            raise NoSuchFile("there is no such file")
+        admission = Admission(incarnation=batch.incarnation, last_event=last_event, user=batch.user)
+        tenant_id, batches, queue = batch.tenant_id, BATCHES + batch.tenant_id, BATCH_QUEUE + batch.tenant_id
+        file_row = ("HEXISTS", FILES + tenant_id, batch.input_file_id)
+        ids_row, count_row, queue_row = ("HKEYS", batches), ("HLEN", batches), ("SMEMBERS", queue)
+        now = self.clock()
+
+        def addition(rows: Snapshot) -> Transaction:
+            check_caller(rows, batch.tenant, admission, "", f"the tenant {batch.tenant}, or its user, was deleted")
+            if not rows[file_row]:
+                raise NoSuchFile("there is no such file")
+            change = Transaction(when_full=False)
+            change.bounds.append(Bound(MAX_WAITING - 1, [(1, "SCARD", queue)], _refuse))
+            change.increases.append((FILE_USES + tenant_id, batch.input_file_id, 1))
+            ended = {*rows.peek(ids_row)} - {*rows.peek(queue_row)}
+            if rows[count_row] >= MAX_BATCHES and ended:
+                oldest = min(ended)  # ids sort by time
+                change.writes += [("HDEL", batches, oldest), ("ZREM", FILE_ENDS, f"{tenant_id}/{oldest}")]
+            change.writes += [
+                ("HSET", batches, batch.id, _encode(batch).decode()),
+                ("SADD", queue, batch.id),
+                ("ZADD", BATCH_TENANTS, "NX", now, tenant_id),
+                ("ZADD", FILE_ENDS, kept_until, f"{tenant_id}/{batch.id}"),
+            ]
+            return change
+
+        rows = [*caller_rows(batch.tenant, admission), file_row, ids_row, count_row, queue_row]
+        await self._store.change(addition, rows)
 
     async def get(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
-        record = await self._read(tenant_id, batch_id)
+        async with answered_within(self._timeout_s):
+            record: str | None = await self._client.hget(BATCHES + tenant_id, batch_id)
         return None if record is None else _decode(record)
 
     async def ids_of(self, tenant_id: str) -> list[str]:
@@ -112,46 +114,44 @@ class BatchRegistry:
         ended `files` are registered, until they expire, and it is kept until `kept_until`. `entry`: of a change, for
         the audit log.
         """
-        while True:
-            before = await self._read(tenant_id, batch_id)
-            if before is None:
-                return None, False
-            old = _decode(before)
+        row = ("HGET", BATCHES + tenant_id, batch_id)
+        tenant, _ = parse_tenant_id(tenant_id)
+        limits = {bound.owner: bound.stored_bytes for bound in bounds if bound.stored_bytes is not None}
+        counts_row, bytes_row = ("HMGET", STORED + tenant, *limits), ("HMGET", FILE_BYTES + tenant, *limits)
+
+        def apply(rows: Snapshot) -> Transaction:
+            if rows[row] is None:
+                return Transaction(value=(None, False))
+            old = _decode(rows[row])
             new = make(old)
             if new == old and not bounds:
-                return new, False
-            ends = new.has_ended and not old.has_ended
-            new_files = {file.id: file for file in (files(new) if ends else ())}
-            records = {file_id: _encode(file) for file_id, file in new_files.items()}
-            async with answered_within(self._timeout_s):
-                reply = await self._change(
-                    tenant=new.tenant,
-                    tenant_id=tenant_id,
-                    id=batch_id,
-                    before=before,
-                    after=_encode(new),
-                    num_bytes=new.num_bytes - old.num_bytes,
-                    key_id=new.key_id,
-                    user=new.user,
-                    input_file=new.input_file_id if ends else "",
-                    ends_at=kept_until,
-                    files_end_at=max((file.expires_at or kept_until for file in new_files.values()), default=0),
-                    output_id=new.output_file_id,
-                    output=records.get(new.output_file_id, ""),
-                    error_id=new.error_file_id,
-                    errors=records.get(new.error_file_id, ""),
-                    entry=encode_entry(entry),
-                    bounds=bound_args(bounds),
-                    batches=BATCHES + tenant_id,
-                    files=FILES + tenant_id,
-                    file_uses=FILE_USES + tenant_id,
-                    batch_queue=BATCH_QUEUE + tenant_id,
-                    stored=STORED + new.tenant,
+                return Transaction(value=(new, False))
+            more = new.num_bytes - old.num_bytes
+            change = Transaction(entry=entry)
+            change.writes.append(("HSET", BATCHES + tenant_id, batch_id, _encode(new).decode()))
+            owners = owners_of(new.key_id, new.user)
+            add_file_bytes(change, new.tenant, owners, more)
+            is_exceeded = False
+            if limits:
+                counts = zip(limits, rows.peek(counts_row), rows.peek(bytes_row), strict=True)
+                is_exceeded = any(
+                    use_of(count, file_bytes).stored_bytes + (more if owner in owners else 0) > limits[owner]
+                    for owner, count, file_bytes in counts
                 )
-            if reply is not None:
-                if entry is not None:
-                    log_entry(entry)
-                return new, reply == 2
+            if new.has_ended and not old.has_ended:
+                _end(change, rows, new)
+                change.writes.append(("ZADD", FILE_ENDS, kept_until, place_of(new)))
+                new_files = files(new)
+                files_end_at = max((file.expires_at or kept_until for file in new_files), default=0)
+                for file in new_files:
+                    change.writes.append(("HSET", FILES + tenant_id, file.id, msgspec.json.encode(file).decode()))
+                    change.writes.append(("ZADD", FILE_ENDS, files_end_at, place_of(file)))
+            change.value = new, is_exceeded
+            return change
+
+        rows = [row, *_queue_rows(tenant_id, batch_id), *((counts_row, bytes_row) if limits else ())]
+        value: tuple[BatchRecord | None, bool] = (await self._store.change(apply, rows)).value
+        return value
 
     async def cancel(self, tenant_id: str, batch_id: str, entry: AuditEntry | None = None) -> BatchRecord | None:
         """The batch, which runs no further line unless it has ended; None: it is gone. `entry`: see `change`."""
@@ -165,27 +165,20 @@ class BatchRegistry:
 
     async def delete(self, tenant_id: str, batch_id: str) -> BatchRecord | None:
         """The batch as it was, whatever it was doing; None: it is not there."""
-        while True:
-            before = await self._read(tenant_id, batch_id)
-            if before is None:
-                return None
-            batch = _decode(before)
-            async with answered_within(self._timeout_s):
-                reply = await self._delete(
-                    tenant=batch.tenant,
-                    tenant_id=tenant_id,
-                    id=batch_id,
-                    record=before,
-                    num_bytes=batch.num_bytes,
-                    key_id=batch.key_id,
-                    user=batch.user,
-                    input_file=batch.input_file_id,
-                    batches=BATCHES + tenant_id,
-                    file_uses=FILE_USES + tenant_id,
-                    batch_queue=BATCH_QUEUE + tenant_id,
-                )
-            if reply == 1:
-                return batch
+        row = ("HGET", BATCHES + tenant_id, batch_id)
+
+        def removal(rows: Snapshot) -> Transaction:
+            if rows[row] is None:
+                return Transaction()
+            batch = _decode(rows[row])
+            change = Transaction(value=batch)
+            change.writes += [("HDEL", BATCHES + tenant_id, batch_id), ("ZREM", FILE_ENDS, place_of(batch))]
+            if _end(change, rows, batch):  # else its results are files by now
+                add_file_bytes(change, batch.tenant, owners_of(batch.key_id, batch.user), -batch.num_bytes)
+            return change
+
+        value: BatchRecord | None = (await self._store.change(removal, [row, *_queue_rows(tenant_id, batch_id)])).value
+        return value
 
     async def tenants(self, first: int, limit: int) -> list[str]:
         """Ids of tenants with batches that have not ended, the longest wait first."""
@@ -207,7 +200,21 @@ class BatchRegistry:
         """The router that holds the lease runs the batch."""
         return Lease(self._client, BATCH_LEASE + batch_id, self._timeout_s)
 
-    async def _read(self, tenant_id: str, batch_id: str) -> str | None:
-        async with answered_within(self._timeout_s):
-            record: str | None = await self._client.hget(BATCHES + tenant_id, batch_id)
-        return record
+
+def _refuse(_: int) -> None:
+    raise QuotaExceeded(f"a tenant has at most {MAX_WAITING} batches that have not ended: wait for one")
+
+
+def _queue_rows(tenant_id: str, batch_id: str) -> list[Command]:
+    return [("SISMEMBER", BATCH_QUEUE + tenant_id, batch_id), ("SCARD", BATCH_QUEUE + tenant_id)]
+
+
+def _end(change: Transaction, rows: Snapshot, batch: BatchRecord) -> bool:
+    """Takes the batch from the queue, and its input file from those that are in use; whether it was there."""
+    is_queued, num_queued = (rows[row] for row in _queue_rows(batch.tenant_id, batch.id))
+    if is_queued:
+        change.writes.append(("SREM", BATCH_QUEUE + batch.tenant_id, batch.id))
+        if num_queued == 1:
+            change.writes.append(("ZREM", BATCH_TENANTS, batch.tenant_id))
+        change.increases.append((FILE_USES + batch.tenant_id, batch.input_file_id, -1))
+    return bool(is_queued)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from redis.asyncio import Redis
 
-from ...errors import CallerGone, FileInUse, NoSuchFile, QuotaExceeded
+from ...errors import FileInUse, NoSuchFile, QuotaExceeded
 from ..launches import Lease
 from ..redis_deadline import answered_within
 from ..registry_keys import (
@@ -23,15 +23,19 @@ from ..registry_keys import (
     FILE_USES,
     FILES,
     RESPONSES,
-    bind_script,
 )
-from ..stored_counts import bound_args, use_of
-from ..tenants.records import StorageBound, check_storage, parse_tenant_id
+from ..store import Bound, Snapshot, Store, Transaction, caller_rows, check_caller
+from ..stored_counts import add_file_bytes, owners_of, storage_limits
+from ..tenants.records import Admission, StorageBound, parse_tenant_id
 from .records import FileRecord, place_of
 
 MAX_FILES: Final = 1000  # of a tenant
 _PAGE: Final = 25  # records that are decoded at once, in the event loop of a router that serves
 _decode: Final = msgspec.json.Decoder(FileRecord).decode
+
+
+def _encode(file: FileRecord) -> str:
+    return msgspec.json.encode(file).decode()
 
 
 class FileRegistry:
@@ -52,42 +56,35 @@ class FileRegistry:
         self._timeout_s, self._clock = timeout_s, clock
         self._key, self._kind, self._max_files = key, kind, max_files
         self.sweeping = Lease(client, FILE_SWEEP, timeout_s)
-        self._add = bind_script(client, "batches/add_file.lua")
-        self._delete = bind_script(client, "batches/delete_file.lua", allow_oom=True)
+        self._store = Store(client, timeout_s)
 
     async def add(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int) -> None:
         """`last_event`: see `Admission`. Raises CallerGone, QuotaExceeded."""
-        await self._ask_for(file, bounds, last_event, msgspec.json.encode(file))
+        await self._add(file, bounds, last_event, is_kept=True)
 
     async def check(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int) -> None:
         """Raises what `add` would raise now, and adds nothing."""
-        await self._ask_for(file, bounds, last_event, b"")
+        await self._add(file, bounds, last_event, is_kept=False)
 
-    async def _ask_for(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int, record: bytes) -> None:
-        async with answered_within(self._timeout_s):
-            reply = await self._add(
-                tenant=file.tenant,
-                incarnation=file.incarnation,
-                last_event=last_event,
-                files=self._key + file.tenant_id,
-                place=place_of(file),
-                id=file.id,
-                record=record,
-                num_bytes=file.num_bytes,
-                ends_at=file.expires_at,
-                key_id=file.key_id,
-                user=file.user,
-                max_files=self._max_files(),
-                bounds=bound_args(bounds),
-            )
-        if reply == 0:
-            raise CallerGone(f"the tenant {file.tenant}, or its user, was deleted")
-        if reply == 2:
-            raise QuotaExceeded(f"a tenant has at most {self._max_files()} {self._kind}: delete one")
-        if reply != 1:
-            owner, adapters, num_bytes, more_adapters, more_bytes = reply
-            bound = next(bound for bound in bounds if bound.owner == owner)
-            check_storage(bound, use_of(adapters, num_bytes), use_of(more_adapters, more_bytes))
+    async def _add(self, file: FileRecord, bounds: Sequence[StorageBound], last_event: int, *, is_kept: bool) -> None:
+        admission = Admission(incarnation=file.incarnation, last_event=last_event, user=file.user)
+        files, owners = self._key + file.tenant_id, owners_of(file.key_id, file.user)
+
+        def addition(rows: Snapshot) -> Transaction:
+            check_caller(rows, file.tenant, admission, "", f"the tenant {file.tenant}, or its user, was deleted")
+            change = Transaction(when_full=False)
+            change.bounds.append(Bound(self._max_files() - 1, [(1, "HLEN", files)], self._refuse))
+            change.bounds += storage_limits(file.tenant, bounds, dict.fromkeys(owners, (0, file.num_bytes)))
+            if is_kept:
+                add_file_bytes(change, file.tenant, owners, file.num_bytes)
+                change.writes.append(("HSET", files, file.id, _encode(file)))
+                change.writes.append(("ZADD", FILE_ENDS, file.expires_at, place_of(file)))
+            return change
+
+        await self._store.change(addition, caller_rows(file.tenant, admission))
+
+    def _refuse(self, _: int) -> None:
+        raise QuotaExceeded(f"a tenant has at most {self._max_files()} {self._kind}: delete one")
 
     async def get(self, tenant_id: str, file_id: str) -> FileRecord | None:
         async with answered_within(self._timeout_s):
@@ -123,22 +120,19 @@ class FileRegistry:
 
     async def delete(self, file: FileRecord) -> None:
         """Raises NoSuchFile, FileInUse if a batch that has not ended reads it."""
-        async with answered_within(self._timeout_s):
-            reply = await self._delete(
-                files=self._key + file.tenant_id,
-                file_uses=FILE_USES + file.tenant_id,
-                tenant=file.tenant,
-                place=place_of(file),
-                id=file.id,
-                record=msgspec.json.encode(file),
-                num_bytes=file.num_bytes,
-                key_id=file.key_id,
-                user=file.user,
-            )
-        if reply == 0:
-            raise NoSuchFile("there is no such file")
-        if reply == 2:
-            raise FileInUse("a batch that has not ended reads this file: cancel it first")
+        row, uses_row = ("HGET", self._key + file.tenant_id, file.id), ("HEXISTS", FILE_USES + file.tenant_id, file.id)
+
+        def removal(rows: Snapshot) -> Transaction:
+            if rows[row] != _encode(file):
+                raise NoSuchFile("there is no such file")
+            if rows[uses_row]:
+                raise FileInUse("a batch that has not ended reads this file: cancel it first")
+            change = Transaction()
+            change.writes += [("HDEL", self._key + file.tenant_id, file.id), ("ZREM", FILE_ENDS, place_of(file))]
+            add_file_bytes(change, file.tenant, owners_of(file.key_id, file.user), -file.num_bytes)
+            return change
+
+        await self._store.change(removal, [row, uses_row])
 
     async def expired(self, limit: int = 100) -> list[tuple[str, str]]:
         """Tenant ids, and ids of files, responses and batches."""

@@ -16,6 +16,8 @@ from redis.asyncio import Redis
 from ..launches import Lease
 from ..lua_script import LuaScript
 from ..redis_deadline import answered_within
+from ..registry_keys import bind_script
+from ..store import Snapshot, Store, Transaction
 from ..tenants.records import parse_tenant_id
 from .entry import NUM_DIGEST_DIGITS, NUMBERS, OTHERS, Entry, Group, Stage, parse_group
 
@@ -99,10 +101,10 @@ _BATCH_SIZE: Final = 100  # entries of a script, a few milliseconds of Redis's t
 _SENT_AT_ONCE: Final = 200  # entries, which the event loop writes and reads in one piece
 _PAGE_SIZE: Final = 1000
 _SUMS_PAGE_SIZE: Final = 200  # of what the event loop reads in one piece
-_TAKE, _RECORDS_PAGE, _REMOVE_DAY, _SUMS_PAGE = (
-    LuaScript(Path(__file__).with_name(f"{name}.lua")) for name in ("take", "records_page", "remove_day", "sums_page")
+_TAKE, _FOLD_USERS = (
+    LuaScript(Path(__file__).with_name(name), allow_oom=allow_oom)
+    for name, allow_oom in (("take.lua", False), ("fold_users.lua", True))
 )
-_FOLD_USERS = LuaScript(Path(__file__).with_name("fold_users.lua"), allow_oom=True)
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,7 @@ class Ledger:
         self._client: Any = client
         self.kept_days, self._timeout_s, self._max_groups = kept_days, timeout_s, max_groups
         self._take = _TAKE.bind(client)
-        self._records_page = _RECORDS_PAGE.bind(client)
-        self._remove_day = _REMOVE_DAY.bind(client)
-        self._sums_page = _SUMS_PAGE.bind(client)
+        self._scan_hash = bind_script(client, "scan_hash.lua")
         self._fold_users = _FOLD_USERS.bind(client)
         self._archivist = Lease(client, ARCHIVIST, timeout_s)
 
@@ -197,17 +197,38 @@ class Ledger:
 
     async def entries_of(self, tenant_id: str, day: date) -> AsyncIterator[list[Entry]]:
         """What is known of each answer that began on the day, in small pages."""
-        first: str | None = ""
-        while first is not None:
-            async with answered_within(self._timeout_s):
-                first, page = await self._records_page(prefix=prefix_of(tenant_id), day=_day(day), first=first)
-            yield [entry_of(tenant_id, day, *page[i : i + 3]) for i in range(0, len(page), 3)]
+        prefix, first = prefix_of(tenant_id), ""
+        hashes, groups = f"{prefix}{RECORDS}{_day(day)}", f"{prefix}{GROUPS}{_day(day)}"
+        while True:
+            async with answered_within(self._timeout_s), self._client.pipeline(transaction=False) as pipeline:
+                pipeline.hgetall(f"{hashes}:{first}")
+                pipeline.zrangebylex(hashes, f"({first}", "+", 0, 1)
+                records, later = await pipeline.execute()
+                numbers = [record.split(" ", 2)[1].lstrip("+-") for record in records.values()]
+                names = await self._client.hmget(groups, numbers) if numbers else []
+            rows = zip(records.items(), names, strict=True)
+            yield [entry_of(tenant_id, day, field, record, name) for (field, record), name in rows]
+            if not later:
+                return
+            (first,) = later
 
     async def remove_day(self, tenant_id: str, pending: PendingDay) -> bool:
         """Forgets what is known of the day's answers; sums stay. False: it has changed meanwhile, and is kept."""
-        async with answered_within(self._timeout_s):
-            day = _day(pending.day)
-            return bool(await self._remove_day(prefix=prefix_of(tenant_id), day=day, changed=pending.changed_us))
+        prefix, day = prefix_of(tenant_id), _day(pending.day)
+        changed_row, hashes = ("ZSCORE", prefix + PENDING, day), f"{prefix}{RECORDS}{day}"
+        hashes_row = ("ZRANGE", hashes, 0, -1)
+
+        def removal(rows: Snapshot) -> Transaction:
+            if rows[changed_row] is not None and int(float(rows[changed_row])) != pending.changed_us:
+                return Transaction(value=False)
+            starts = rows.peek(hashes_row)
+            writes = [
+                ("UNLINK", key) for key in (*(f"{hashes}:{start}" for start in starts), hashes, prefix + GROUPS + day)
+            ]
+            return Transaction(value=True, writes=[*writes, ("ZREM", prefix + PENDING, day)])
+
+        store = Store(self._client, self._timeout_s, slot=prefix)
+        return bool((await store.change(removal, [changed_row, hashes_row])).value)
 
     async def fold_users(self, tenant_id: str, now: date) -> None:
         """Adds up what single users used on each day of months that have passed: one row for each adapter stays."""
@@ -275,7 +296,7 @@ class Ledger:
         cursor = "0"
         while True:
             async with answered_within(self._timeout_s):
-                cursor, text = await self._sums_page(sums=key, cursor=cursor, count=_SUMS_PAGE_SIZE)
+                cursor, text = await self._scan_hash(hash=key, cursor=cursor, count=_SUMS_PAGE_SIZE)
             page, words = [], text.split("\n")
             for field, numbers in zip(words[::2], words[1::2], strict=False):
                 place, _, name = field.partition("\t")

@@ -39,13 +39,3 @@ local function map_set(map, field, value)
     redis.call('HDEL', hash, fields[i])
   end
 end
-
--- The next hash's start behind `start`; nil: there is none.
-local function map_next(map, start)
-  return redis.call('ZRANGEBYLEX', map, '(' .. start, '+', 'LIMIT', 0, 1)[1]
-end
-
-local function map_remove(map)
-  for _, start in ipairs(redis.call('ZRANGE', map, 0, -1)) do redis.call('UNLINK', map .. ':' .. start) end
-  redis.call('UNLINK', map)
-end

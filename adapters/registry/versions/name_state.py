@@ -15,6 +15,7 @@ from msgspec import structs
 from ...adapter import AdapterVersion
 from ...errors import NoSuchVersion, VersionRefused
 from ...names import check_alias
+from ..events import decode_adapter
 from .rollout import (
     MAX_ALIASES,
     MAX_PINNED_GANGS,
@@ -58,6 +59,7 @@ class NameNotes(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 NO_NOTES: Final = NameNotes()
+_decode_notes: Final = msgspec.json.Decoder(NameNotes).decode
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,13 @@ class NameState:
                 f"{self.current.name}@{selector[:80]} does not exist: there is no such version or alias"
             )
         return version
+
+
+def decode_name(field: str, record: str | None, notes: str | None) -> NameState | None:
+    """The name that its record and notes in Redis describe; None: there is no such name."""
+    if record is None:
+        return None
+    return NameState(decode_adapter(field, record), NO_NOTES if notes is None else _decode_notes(notes))
 
 
 def no_version_yet(name: str) -> VersionRefused:
