@@ -6,6 +6,7 @@ secrets, are refused (`not_in_args` of `Setting`).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -15,8 +16,10 @@ from typing import Any, TypeVar
 
 from ..config import MotetConfig
 from ..settings.setting_field import ConfigError, Part, SettingField, fields_of
-from ..settings.settings import Settings, why_not_live
+from ..settings.settings import Settings, constant_warning, why_not_live
 from .model_source import folder_of_hub_id, is_hub_id
+
+_log = logging.getLogger(__name__)
 
 # Settings by the keys that people write: those of the configuration file, in arguments and in `user_config`.
 
@@ -32,6 +35,9 @@ def values_of(arguments: Mapping[str, Any], place: str, why_not: WhyNot) -> dict
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in arguments.items():
+        if (warning := constant_warning(key)) is not None:
+            _log.warning("%s: %s", place, warning)
+            continue
         field = fields.get(key)
         if field is None:
             raise ConfigError(f"{place}: {key}", _display(value), _why_no_setting(key, fields))

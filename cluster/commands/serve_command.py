@@ -18,7 +18,7 @@ from ..client.client_options import KEY_VARIABLE, read_keys
 from ..progress import ProgressDisplay, step
 from ..settings.flags import GroupedCommand, SettingOption, options_of
 from ..settings.setting_field import fields_of
-from ..settings.settings import Settings
+from ..settings.settings import Settings, constant_warning
 
 # A command's settings from a TOML file. The command line and the environment take precedence.
 
@@ -67,6 +67,9 @@ def _defaults(document: dict[str, Any], parameters: list[click.Parameter]) -> di
     defaults: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in document.items():
+        if (warning := constant_warning(key)) is not None:
+            click.echo(f"Warning: {warning}", err=True)
+            continue
         if key not in options:
             raise ValueError(_why_no_setting(key, value, options, parameters))
         name = options[key].name

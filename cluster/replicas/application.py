@@ -82,7 +82,7 @@ def build_application(
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=gang_end_s(config.timeouts.drain_s),
+        graceful_shutdown_timeout_s=gang_end_s(config.leader.drain_s),
         max_constructor_retry_count=MAX_FAILED_STARTS,
     )
     routers: Any = serve.deployment(

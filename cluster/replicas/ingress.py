@@ -170,10 +170,7 @@ class RouterReplica:
             view,
             layouts=layouts,
             reserved=[config.serving.name],
-            limits=UploadLimits(
-                max_tensors_bytes=config.router.max_upload_bytes,
-                max_packed_bytes=config.router.max_adapter_packed_bytes,
-            ),
+            limits=UploadLimits(max_tensors_bytes=config.router.max_upload_bytes),
         )
         router = config.router
         text = await asyncio.to_thread(

@@ -8,6 +8,7 @@ import click
 import msgspec
 
 from .setting_field import ConfigError, SettingField, fields_of
+from .settings import CONSTANTS, constant_warning
 
 OTHER_OPTIONS = "Other options"
 
@@ -56,8 +57,16 @@ class GroupedCommand(click.Command):
 
 
 def options_of(schema: type[msgspec.Struct]) -> list[click.Parameter]:
-    """An option for each setting, in the schema's order."""
-    return [SettingOption(field) for field in fields_of(schema)]
+    """An option for each setting, in the schema's order, then a hidden one for each that has become a constant."""
+    return [*(SettingOption(field) for field in fields_of(schema)), *(_constant_option(key) for key in CONSTANTS)]
+
+
+def _constant_option(key: str) -> click.Option:
+    def warn(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+        if value is not None:
+            click.echo(f"Warning: {constant_warning(key)}", err=True)
+
+    return click.Option([f"--{key}"], hidden=True, expose_value=False, callback=warn)
 
 
 def _help(field: SettingField) -> str:

@@ -83,7 +83,6 @@ CountOrNone = Annotated[int, Meta(ge=0), Unit("NUMBER")]
 Threads = Annotated[int, Meta(ge=1, le=1024), Unit("NUMBER")]  # more than any machine has cores
 Share = Annotated[float, Meta(gt=0, le=1), Unit("SHARE")]
 Amount = Annotated[float, Meta(ge=0), Unit("NUMBER")]
-PositiveAmount = Annotated[float, Meta(gt=0), Unit("NUMBER")]
 Folder = Annotated[Path, Unit("FOLDER", "a folder")]
 
 

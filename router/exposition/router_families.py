@@ -161,7 +161,7 @@ def _requests(metrics: Metrics, make: Families) -> Iterator[Metric]:
     yield make.gauge("motet_open_generations", "Requests that are being answered.", metrics.num_open_generations)
     help_text = "From a completion's or chat's arrival to the end of its answer, of answers that came to an end."
     yield make.histogram("motet_request_seconds", help_text, metrics.request_s)
-    help_text = "JSON bodies that arrive or wait to be decoded, see --max-held-body-bytes."
+    help_text = "JSON bodies that arrive or wait to be decoded: 128 MiB at most."
     yield make.gauge("motet_held_body_bytes", help_text, metrics.num_held_body_bytes)
 
 
