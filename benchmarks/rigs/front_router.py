@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from redis.asyncio import Redis
+from starlette.applications import Starlette
 
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
@@ -170,7 +170,7 @@ async def main() -> None:
     text.close()
 
 
-def _app(view: Any, text: TextService, folder: Path, **tenancy: Any) -> FastAPI:
+def _app(view: Any, text: TextService, folder: Path, **tenancy: Any) -> Starlette:
     nothing: Any = None  # its routes are not requested
     dispatcher: Any = InstantDispatcher()
     config = part_config(RouterConfig, Settings(), model_name=BASE, spool_path=folder, scales_from_zero=False)

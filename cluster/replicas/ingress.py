@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
-from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_SOCKET_PATH
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from redis.asyncio import Redis
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters.errors import RegistryUnavailable
@@ -312,7 +312,7 @@ class RouterReplica:
             self._is_up = True
             await self._replica_start.succeeded()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Serve's hook for the app of a replica."""
         return self._app
 

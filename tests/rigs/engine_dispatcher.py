@@ -9,7 +9,7 @@ from typing import cast
 
 import httpx
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
@@ -36,7 +36,7 @@ def app_of(
     *adapters: str,
     usage: Usage | None = None,
     text: TextService | None = None,
-) -> FastAPI:
+) -> Starlette:
     """A router in front of this engine, or of gangs, for a tenant that has these adapters.
 
     `usage`: counts answers. `text`: of the model; None: of the rig's tokenizer, for a model that has none.

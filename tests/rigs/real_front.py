@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import httpx
-from fastapi import FastAPI
 from redis.asyncio import Redis
+from starlette.applications import Starlette
 
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.batches.records import BatchRecord, FileRecord
@@ -134,7 +134,7 @@ class FurnishedView(RegistryView):
 
 @dataclass(frozen=True)
 class RealFront:
-    app: FastAPI
+    app: Starlette
     redis: Redis
     registry: Registry
     view: RegistryView
