@@ -25,7 +25,7 @@ from ..workers.config import EngineConfig, ExpertSharding, KVDtype
 from ..workers.costs.step_defaults import CPU_TOKENS, StepLimits, step_limits
 from ..workers.device_probe import probe_device
 from ..workers.leader.served_engine import LeaderConfig
-from .edge.edge_limits import EdgeLimits
+from .edge.edge_config import EdgeLimits
 from .exposition.node_page import ExpositionConfig
 from .process_log import LogConfig
 from .resources import Resources, threads_of_a_worker, usable_cores

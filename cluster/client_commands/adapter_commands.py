@@ -1,4 +1,4 @@
-"""Commands of adapters: `motet adapters`, `preload`, `residency`, `pin`, `unpin`, `versions`, `aliases` and `canary`."""
+"""`motet adapters`, `preload`, `residency`, `pin`, `unpin`, `versions`, `aliases` and `canary`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rich.table import Column
 
 from ...adapters.format.own_tokenizer import tokenizer_files
 from ...adapters.names import split_selector
-from ..byte_size import format_byte_size
 from ..client.client import ADAPTER_FILES, AdapterInfo, MotetClient
 from ..client.client_options import json_option, print_json, print_table, with_client
 from ..progress import ProgressDisplay
+from ..settings.setting_field import format_byte_size
 
 SILENT_BYTES = 64 << 20  # smaller uploads end before a line of progress is useful
 

@@ -10,9 +10,9 @@ from urllib.parse import quote
 import click
 
 from ...adapters.registry.tenants.records import Quota, Scope
-from ..byte_size import format_byte_size, parse_byte_size
 from ..client.client import MotetClient
 from ..client.client_options import json_option, print_json, print_table, time_text, with_operator_client
+from ..settings.setting_field import format_byte_size, parse_byte_size
 
 # Parses options of tenants and keys: lifetimes and quotas.
 

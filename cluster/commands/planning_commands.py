@@ -110,9 +110,7 @@ def plan(
     from ...workers.costs.step_costs import StepCosts
     from ...workers.models.config import ModelConfig
     from ..tools.gang_capacity import EFFICIENCY, Adapters, Objectives, Spread, Traffic
-    from ..tools.plan_report import Report
-    from ..tools.serving_planner import best, options
-    from ..tools.trace_replay import replay_on_gangs, replay_on_machine
+    from ..tools.serving_planner import Report, best, options, replay_on_gangs, replay_on_machine
 
     try:
         config, objectives = ModelConfig.from_folder(model), Objectives(first_token_s, token_interval_s)
@@ -327,7 +325,7 @@ def _device(name: str) -> Device:
 
 
 def _measure(model: Path, path: Path) -> None:
-    from ..tools.measured_machine import measure_machine
+    from ..tools.serving_planner import measure_machine
 
     try:
         costs = measure_machine(model)

@@ -21,9 +21,9 @@ from ... import __version__
 from ...adapters.registry.registry_keys import PREFIX
 from ...workers.device_probe import probe_counted_device, probe_device
 from ..application.registration import identify_base
-from ..byte_size import format_byte_size
 from ..config import MotetConfig
 from ..resources import Placement
+from ..settings.setting_field import format_byte_size
 from ..worker_device import WorkerDevice
 
 # Whether gangs have room on a cluster's nodes: pure functions of what the nodes have and what is wanted.

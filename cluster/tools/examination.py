@@ -10,8 +10,8 @@ from typing import Any
 
 from ..edge.haproxy import is_edge_program
 from ..edge.serve_variables import SERVE_FLAGS
-from .finding import Finding, error, ok, warning
 from .folder_checks import check_locks_between, hold_lock, is_locked_out, remove_trial
+from .machine_checks import Finding, error, ok, warning
 from .node_facts import Expectations, NodeFacts, Questions, check_node, check_versions, gather_node
 from .serve_front import SERVE as OF_SERVE
 from .serve_front import RunningServe, check_port, check_running_serve, gather_port

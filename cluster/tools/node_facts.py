@@ -19,12 +19,11 @@ from ... import __version__
 from ...kernels.native.build import COMPILERS
 from ...workers.device_probe import has_driver
 from ...workers.machine_memory import memory_limit
-from ..byte_size import format_byte_size, shortest_byte_size
 from ..config import CACHE_VARIABLE
-from ..edge.edge_limits import EdgeLimits
+from ..edge.edge_config import EdgeLimits
 from ..edge.haproxy import connections_with_room
 from ..resources import usable_cores
-from .finding import Finding, error, ok, warning
+from ..settings.setting_field import format_byte_size, shortest_byte_size
 from .folder_checks import (
     FolderFacts,
     SecretsFacts,
@@ -34,8 +33,18 @@ from .folder_checks import (
     gather_secrets,
     redis_url_in,
 )
-from .gpu_checks import GpuFacts, check_gpus, gather_gpus
-from .redis_checks import RedisFacts, check_redis, gather_redis
+from .machine_checks import (
+    Finding,
+    GpuFacts,
+    RedisFacts,
+    check_gpus,
+    check_redis,
+    error,
+    gather_gpus,
+    gather_redis,
+    ok,
+    warning,
+)
 from .serve_front import NodeServeFacts, check_node_serve, gather_serve
 
 # What a node lets a process have: open files, memory, processors, shared memory.

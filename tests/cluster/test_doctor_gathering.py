@@ -12,10 +12,9 @@ import pytest
 import ray
 
 from motet.cluster.tools import examination
-from motet.cluster.tools.finding import ok
 from motet.cluster.tools.folder_checks import hold_lock, is_locked_out, redis_url_in, remove_trial
+from motet.cluster.tools.machine_checks import check_redis, gather_redis, ok
 from motet.cluster.tools.node_facts import Expectations, Questions, check_node, gather_node
-from motet.cluster.tools.redis_checks import check_redis, gather_redis
 
 
 def test_without_a_folder_of_secrets_no_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

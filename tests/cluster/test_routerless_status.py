@@ -20,7 +20,7 @@ from motet.adapters.registry.launches import StartReport
 from motet.adapters.registry.registry_keys import STARTS
 from motet.cluster.client import client as client_module
 from motet.cluster.commands.cli import main
-from motet.cluster.commands.status import routerless_status
+from motet.cluster.commands.routerless_status import routerless_status
 from motet.cluster.edge.error_answers import error_body
 from motet.cluster.launch.redis_server import RedisServer
 from motet.cluster.launch_secrets import SECRETS_FILE, LaunchSecrets

@@ -14,15 +14,23 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from motet.cluster.byte_size import parse_byte_size
 from motet.cluster.commands.serve_command import ServeCommand, serve, take_defaults
 from motet.cluster.config import part_config
 from motet.cluster.scaling import ScalingConfig
 from motet.cluster.settings.flags import options_of
-from motet.cluster.settings.setting_field import Bytes, ConfigError, Count, Setting, SettingGroup, fields_of, groups_of
+from motet.cluster.settings.setting_field import (
+    Bytes,
+    ConfigError,
+    Count,
+    Setting,
+    SettingGroup,
+    fields_of,
+    groups_of,
+    parse_byte_size,
+)
 from motet.cluster.settings.settings import CONSTANTS, Settings, check_update
-from motet.cluster.settings.settings_page import settings_page
 from motet.router.config import RouterConfig
+from motet.tests.rigs.made_settings_page import settings_page
 from motet.tests.rigs.setting_options import OPTIONS
 from motet.workers.config import EngineConfig
 from motet.workers.leader.served_engine import LeaderConfig
@@ -92,7 +100,7 @@ def test_a_setting_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> N
 
 
 def test_the_page_of_settings_is_what_the_schema_says() -> None:
-    reported = "run .venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md"
+    reported = "run .venv/bin/python -m motet.tests.rigs.made_settings_page docs/settings.md"
     assert (ROOT / "docs" / "settings.md").read_text() == settings_page(Settings), reported
 
 
