@@ -21,8 +21,7 @@ from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .administration.keys_api import KeysApi
-from .administration.limits_api import LimitsApi
-from .administration.tenants_api import TenantsApi, UsersApi
+from .administration.tenants_api import LimitsApi, TenantsApi, UsersApi
 from .base_model import BaseModel
 from .batches.batches import Batches
 from .batches.schema import Endpoint as LineRoute

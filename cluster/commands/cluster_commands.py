@@ -57,9 +57,8 @@ def doctor(as_json: bool, **settings: Any) -> None:
     """
     from ..edge.edge_config import EdgeLimits
     from ..launch.local_serve import OBJECT_STORE_BYTES
-    from ..tools.examination import examine_cluster, examine_machine  # loaded here: other commands do without
     from ..tools.machine_checks import has_errors, report_json, report_lines
-    from ..tools.node_facts import Expectations, Questions
+    from ..tools.node_facts import Expectations, Questions, examine_cluster, examine_machine
 
     address: str | None = settings["address"]
     defaults = Settings()

@@ -35,7 +35,7 @@ from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.batches.batches import Batches
 from ...router.config import CurrentConfig
-from ...router.exposition.router_families import router_families
+from ...router.exposition.families import router_families
 from ...router.fleet.dispatch import FleetDispatcher
 from ...router.fleet.pin_keeper import PinKeeper
 from ...router.http.auth import OperatorKey

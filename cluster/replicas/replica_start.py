@@ -22,8 +22,7 @@ from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.launches import Kind, StartReport, Starts
 from ...adapters.registry.registry import connect
-from ...router.exposition.families import Families
-from ...router.exposition.router_families import FAILED_STARTS, WAITING_STARTS
+from ...router.exposition.families import FAILED_STARTS, WAITING_STARTS, Families
 from ..application.model_source import ModelUnavailable
 from ..exposition.node_page import ExpositionConfig, ProcessPage
 from ..launch_secrets import LaunchSecrets

@@ -11,8 +11,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from motet.cluster.exposition.gang_metrics import GangFacts, GangMetrics
-from motet.router.exposition.families import GANG, text_of
-from motet.router.exposition.router_families import RouterFacts, router_families
+from motet.router.exposition.families import GANG, RouterFacts, router_families, text_of
 from motet.router.metrics import Metrics, ServeFacts
 from motet.workers.leader.residency import RequestedAdapters
 from motet.workers.wire.engine_load import EngineLoad, TenantShare
