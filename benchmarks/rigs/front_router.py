@@ -30,7 +30,7 @@ from motet.router.fleet.admission import TimeLimit
 from motet.router.rest_server import create_app
 from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import GangInfo, SequenceRequest, SequenceUpdate, SequenceUsage
 
@@ -116,9 +116,9 @@ class InstantDispatcher:
         return EngineLoad()
 
 
-def usage_of(client: Redis, folder: Path) -> Usage:
+def usage_of(client: Redis, folder: Path) -> UsageService:
     """Who keeps count of each answer, beside quotas, where all is on: its lines go to Redis as in a router."""
-    return Usage(
+    return UsageService(
         client,
         folder / "ledger",
         folder / "archive",

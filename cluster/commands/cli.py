@@ -27,7 +27,7 @@ from .status import status_lines
 HELP = "/adapter NAME changes the voice, /adapter lists them, /new forgets the talk, /quit ends it."
 
 
-class Chat:
+class ChatSession:
     """One conversation. What was said goes along when the adapter changes.
 
     `show` is called with pieces of text as they arrive, and must not add line breaks.
@@ -95,7 +95,7 @@ class Chat:
         return name
 
 
-class Program(click.Group):
+class MotetProgram(click.Group):
     """Looks after its arguments before anything else does."""
 
     def main(self, args: Sequence[str] | None = None, *positional: Any, **options: Any) -> Any:
@@ -104,7 +104,7 @@ class Program(click.Group):
         return super().main(args, *positional, **options)
 
 
-@click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.group(cls=MotetProgram, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="motet")
 def main() -> None:
     """One base model, many voices: serve LoRA fine-tunes of one base, and talk to them."""
@@ -115,7 +115,7 @@ def main() -> None:
 @with_client
 def chat(client: MotetClient, model: str | None) -> None:
     """Talk to a running motet in the terminal."""
-    conversation = Chat(client, model, lambda text: click.echo(text, nl=False))
+    conversation = ChatSession(client, model, lambda text: click.echo(text, nl=False))
     if not conversation.run(_typed_lines(conversation)) and not sys.stdin.isatty():
         raise click.exceptions.Exit(1)
 
@@ -177,7 +177,7 @@ for _command in (limits, usage, tenants, users, keys, audit):
     main.add_command(_command)
 
 
-def _typed_lines(conversation: Chat) -> Iterator[str]:
+def _typed_lines(conversation: ChatSession) -> Iterator[str]:
     """Typed lines, until Ctrl-D or Ctrl-C at the prompt."""
     at_terminal = sys.stdin.isatty()
     if at_terminal:

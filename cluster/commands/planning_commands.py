@@ -16,7 +16,7 @@ from ..tools.mig import MIG_GPUS, placement_text
 if TYPE_CHECKING:
     from ...workers.costs.devices import Device
     from ...workers.costs.replay import Replayed
-    from ..tools.mig import Demand
+    from ..tools.mig import ModelDemand
     from ..tools.serving_planner import ServingPlan
 
 
@@ -198,9 +198,9 @@ def mig(file: Path, gpu_name: str, gpus_per_node: int, as_json: bool) -> None:
         click.echo(f"  {number}: {placement_text(placement)}")
 
 
-def _demands(file: Path) -> list[Demand]:
+def _demands(file: Path) -> list[ModelDemand]:
     from ...workers.models.config import ModelConfig
-    from ..tools.mig import Demand
+    from ..tools.mig import ModelDemand
 
     document: dict[str, Any] = tomllib.loads(file.read_text())
     models = document.get("models")
@@ -215,7 +215,7 @@ def _demands(file: Path) -> list[Demand]:
         if type(users) is not int or type(context) is not int or type(objective_s) not in (int, float):
             raise ValueError(f"{model['name']}: users and context are whole numbers, objective-s is a number")
         config = ModelConfig.from_folder(file.parent / str(model["path"]))
-        demands.append(Demand.of(str(model["name"]), config, users, context, float(objective_s)))
+        demands.append(ModelDemand.of(str(model["name"]), config, users, context, float(objective_s)))
     return demands
 
 

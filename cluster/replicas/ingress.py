@@ -46,7 +46,7 @@ from ...router.rest_server import create_app
 from ...router.tenancy.quotas import Quotas
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
-from ...router.usage.usage import LEDGERS_PART, Usage
+from ...router.usage.usage import LEDGERS_PART, UsageService
 from ...router.usage.usage_rows import read_prices
 from ...router.versions.canary_book import CanaryBook, CanaryJudge
 from ...workers.models.config import ModelConfig
@@ -392,9 +392,9 @@ def _keys_of(secrets_path: Path | None) -> Sequence[tuple[str, str]] | None:
     return read_secrets(secrets_path).keys
 
 
-async def _make_usage(redis: Redis, config: MotetConfig) -> Usage:
+async def _make_usage(redis: Redis, config: MotetConfig) -> UsageService:
     limits = config.requests
-    return Usage(
+    return UsageService(
         redis,
         config.ledger_path,
         config.ledger_archive_path,

@@ -36,7 +36,7 @@ MAX_GANGS = 10_000
 
 
 @dataclass(frozen=True)
-class Place:
+class GangPlace:
     """Where a gang is placed: devices of one node."""
 
     node: int
@@ -63,11 +63,11 @@ class ServingPlan:
         return self.num_gangs * self.degree
 
     @cached_property
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[GangPlace, ...]:
         """The place of each gang. Gangs are not split between nodes."""
         per_node = self.devices_per_node // self.degree
         return tuple(
-            Place(number // per_node, tuple(range(first, first + self.degree)))
+            GangPlace(number // per_node, tuple(range(first, first + self.degree)))
             for number in range(self.num_gangs)
             for first in [number % per_node * self.degree]
         )

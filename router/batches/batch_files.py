@@ -285,7 +285,7 @@ _FATAL: Final = frozenset({"line_too_large", "too_many_lines"})
 EXPIRED: Final = "batch_expired"
 
 
-class Response(msgspec.Struct, frozen=True):
+class LineResponse(msgspec.Struct, frozen=True):
     status_code: int
     request_id: str
     body: msgspec.Raw
@@ -301,7 +301,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str = msgspec.field(default_factory=lambda: f"batch_req_{secrets.token_hex(12)}")
     custom_id: str
-    response: Response | None = None
+    response: LineResponse | None = None
     error: LineError | None = None
 
     @property

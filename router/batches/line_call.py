@@ -26,7 +26,7 @@ from ...adapters.registry.tenants.records import KeyRecord, Scope
 from ..http.auth import Identity, admitted
 from ..http.errors import unknown_key
 from ..http.request_id import REQUEST_ID_HEADER
-from .batch_files import Line, LineError, Response, Result
+from .batch_files import Line, LineError, LineResponse, Result
 
 _BATCH: Final = "motet.batch"  # in a line's scope, which no client makes
 
@@ -251,7 +251,7 @@ def _line_answer(line: Line, request_id: str, answer: _Answer, room: ReservedRoo
     if b"\n" in body:  # which ends a line of the results
         body = msgspec.json.format(body, indent=-1)
     checked = msgspec.json.decode(body, type=msgspec.Raw)
-    result = Result(custom_id=line.custom_id, response=Response(answer.status_code, request_id, checked))
+    result = Result(custom_id=line.custom_id, response=LineResponse(answer.status_code, request_id, checked))
     if answer.status_code == 200:
         return LineAnswer(result, None, "", room)
     code = msgspec.json.decode(body, type=_Error).error.code or ""

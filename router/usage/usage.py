@@ -472,7 +472,7 @@ async def _forever(work: Callable[[], Awaitable[object]], interval_s: Callable[[
 LEDGERS_PART = 4  # the ledger leaves a quarter of what uploads leave free, so uploads alone never stop answers
 
 
-class Usage:
+class UsageService:
     """Works from `start()` to `stop()`. Everything belongs to one event loop."""
 
     def __init__(

@@ -18,7 +18,7 @@ from redis.asyncio import Redis
 from motet.adapters.registry.registry import connect
 from motet.router.http.loop_turns import LoopShare
 from motet.router.usage import usage, usage_rows
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.router.usage.usage_rows import read_prices
 from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
@@ -35,7 +35,7 @@ async def client(redis_url: str, redis_client: Redis, tmp_path: Path) -> AsyncIt
     path = tmp_path / "prices.toml"
     path.write_text(PRICES)
     redis = connect(redis_url, PATIENCE_S)
-    usage = Usage(
+    usage = UsageService(
         redis, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=read_prices(path)
     )
     usage.ledger._timeout_s = PATIENCE_S
