@@ -159,7 +159,11 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
 
 
 def by_status(codes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    """Codes by status, in ascending order."""
+    """Codes by status, in ascending order.
+
+    >>> by_status(("not_found", "invalid_api_key", "adapter_not_found"))
+    {401: ('invalid_api_key',), 404: ('not_found', 'adapter_not_found')}
+    """
     statuses = sorted({ERRORS[code][0] for code in codes})
     return {status: tuple(code for code in codes if ERRORS[code][0] == status) for status in statuses}
 

@@ -54,7 +54,11 @@ def values_of(arguments: Mapping[str, Any], place: str, why_not: WhyNot) -> dict
 
 
 def written_value(value: Any) -> Any:
-    """A setting's value as JSON and YAML have it, of which `values_of` makes the same again."""
+    """A setting's value as JSON and YAML have it, of which `values_of` makes the same again.
+
+    >>> written_value((("acme", 2.5), ("zoo", 1.0)))
+    ['acme=2.5', 'zoo=1.0']
+    """
     if isinstance(value, tuple):
         return ["=".join(map(str, pair)) for pair in value]
     return value
@@ -83,7 +87,15 @@ C = TypeVar("C", bound=MotetConfig)
 
 
 def live_values(part: Part, user_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names of their fields. Raises ConfigError for what the replicas of `part` cannot take over."""
+    """Values by the names of their fields. Raises ConfigError for what the replicas of `part` cannot take over.
+
+    >>> live_values("router", {"max-queue-wait": "2.5"})
+    {'max_queue_wait_s': 2.5}
+    >>> live_values("gang", {"max-queue-wait": 1})
+    Traceback (most recent call last):
+        ...
+    motet.cluster.settings.setting_field.ConfigError: user_config of gang: max-queue-wait = 1: ...
+    """
     return values_of(user_config, f"user_config of {part}", partial(why_not_live, part))
 
 
@@ -116,6 +128,10 @@ def application_config(args: Mapping[str, Any], environ: Mapping[str, str] | Non
     """The config that an application's arguments say. Reads no file. Raises ConfigError, or ValueError of a part's.
 
     Of the environment it takes what settings say of it, but no secret.
+
+    >>> config = application_config({"model": "Qwen/Qwen3-8B", "data-dir": "/data", "pool-bytes": "2GiB"}, {})
+    >>> config.serving.name, config.memory.pool_bytes, str(config.model_path)
+    ('Qwen--Qwen3-8B', 2147483648, '/data/models/Qwen--Qwen3-8B')
     """
     environ = os.environ if environ is None else environ
     secret_variables = {field.mark.env for field in fields_of(Settings) if field.mark.secret}

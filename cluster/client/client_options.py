@@ -169,5 +169,9 @@ def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]
 
 
 def time_text(seconds: float | None) -> str:
-    """A time as UTC; empty for None."""
+    """A time as UTC; empty for None.
+
+    >>> time_text(86_400)
+    '1970-01-02 00:00:00Z'
+    """
     return "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

@@ -22,6 +22,11 @@ SILENT_BYTES = 64 << 20  # smaller uploads end before a line of progress is usef
 
 
 def path_of(name: str) -> str:
+    """The path of an adapter.
+
+    >>> path_of("~ann/org/pirate")
+    '/v1/adapters/~ann%2Forg%2Fpirate'
+    """
     return f"/v1/adapters/{quote(name, safe='')}"
 
 

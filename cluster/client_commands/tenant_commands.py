@@ -22,7 +22,13 @@ _NO_BOUND: Final = "none"
 
 
 def lifetime_s(text: str) -> float:
-    """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds. Raises BadParameter."""
+    """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds. Raises BadParameter.
+
+    >>> lifetime_s("90m")
+    5400.0
+    >>> lifetime_s("2.5")
+    2.5
+    """
     match = _LIFETIME.fullmatch(text)
     if match is None:
         raise click.BadParameter(f"{text!r} is not a time: give one such as 45s, 30m, 12h or 90d")
@@ -30,7 +36,13 @@ def lifetime_s(text: str) -> float:
 
 
 def bound(text: str) -> tuple[str, int | None]:
-    """NAME=NUMBER, one limit of a quota; NAME=none removes it. Raises BadParameter."""
+    """NAME=NUMBER, one limit of a quota; NAME=none removes it. Raises BadParameter.
+
+    >>> bound("stored-bytes=2GiB")
+    ('stored_bytes', 2147483648)
+    >>> bound("requests-per-minute=none")
+    ('requests_per_minute', None)
+    """
     typed, _, value = text.partition("=")
     name = typed.replace("-", "_")
     if name not in Quota.__struct_fields__:
@@ -68,7 +80,11 @@ user_quota_option = click.option(
 
 
 def quota_text(quota: Mapping[str, int | None]) -> str:
-    """A quota's limits as options on a command line."""
+    """A quota's limits as options on a command line.
+
+    >>> quota_text({"requests_per_minute": 60, "stored_bytes": None})
+    'requests-per-minute=60'
+    """
     return " ".join(f"{name.replace('_', '-')}={bound}" for name, bound in quota.items() if bound is not None)
 
 
@@ -81,6 +97,11 @@ weight = click.option(
 
 def path_of(tenant: str) -> str:
     # Old tenants may be named "." or "..", which would change the path.
+    """The path of a tenant.
+
+    >>> path_of("..")
+    '/v1/admin/tenants/%2E%2E'
+    """
     return f"{PATH}/{quote(tenant, safe='').replace('.', '%2E')}"
 
 

@@ -128,6 +128,9 @@ def without_secrets(arguments: Sequence[str], options: Mapping[str, str]) -> tup
     """The arguments without these options, and what the options' variables must be instead.
 
     An option that is given more than once is a list, which a variable holds with spaces between.
+
+    >>> without_secrets(["serve", "--key", "acme=s", "--key=zoo=t", "--port", "80"], {"--key": "MOTET_KEYS"})
+    (['serve', '--port', '80'], {'MOTET_KEYS': 'acme=s zoo=t'})
     """
     public_arguments: list[str] = []
     variable_values: dict[str, list[str]] = {}

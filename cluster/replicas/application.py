@@ -51,6 +51,9 @@ def pod_ends(*, router_drain_s: float, drain_s: float, start_s: float) -> PodEnd
     Then its pods are terminated, as a single pod is when its node is drained, and finish their streams. Ray gives
     Serve the pod's deadline. Serve starts a replacement, and stops a replica when the replacement is up or when the
     replica's own drain would pass the deadline: with a shorter drain, before there is a replacement.
+
+    >>> pod_ends(router_drain_s=600, drain_s=5, start_s=60)
+    PodEnds(cluster_deletion_delay_s=630, node_drain_s=660, termination_grace_s=690)
     """
     node_drain_s = math.ceil(start_s + max(router_drain_s, gang_end_s(drain_s)))
     return PodEnds(

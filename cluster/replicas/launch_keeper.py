@@ -272,5 +272,9 @@ def num_failed_starts(message: str) -> int:
 
 
 def last_line(message: str) -> str:
-    """The last line of a replica's traceback, which is the error."""
+    """The last line of a replica's traceback, which is the error.
+
+    >>> last_line("Traceback:\\n  …\\nValueError: no such model\\n")
+    'ValueError: no such model'
+    """
     return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)

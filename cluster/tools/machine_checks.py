@@ -62,7 +62,16 @@ SIGNS = {"ok": "ok", "warning": "WARNING", "error": "ERROR"}
 
 
 def report_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """Lines by node, one for each finding; problems also have their consequence and what to do."""
+    """Lines by node, one for each finding; problems also have their consequence and what to do.
+
+    >>> lost = error("redis", "it evicts", why="adapters are lost", do="set maxmemory-policy noeviction")
+    >>> print("\\n".join(report_lines([ok("gpus", "1 of 1"), lost])))
+    ok       gpus: 1 of 1
+    ERROR    redis: it evicts
+             why: adapters are lost
+             do:  set maxmemory-policy noeviction
+    1 error
+    """
     for node in dict.fromkeys(finding.node for finding in findings):
         node_findings = [finding for finding in findings if finding.node == node]
         if node or any(finding.node for finding in findings):
@@ -76,6 +85,11 @@ def report_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
+    """The last line of a report.
+
+    >>> summary([ok("redis", "it answers")])
+    'nothing is wrong: 1 findings'
+    """
     counts = Counter(finding.level for finding in findings)
     said = [f"{counts[level]} {level}{'s' * (counts[level] != 1)}" for level in ("error", "warning") if counts[level]]
     return ", ".join(said) if said else f"nothing is wrong: {counts['ok']} findings"
@@ -154,7 +168,12 @@ def gather_gpus(wanted_by_ray: int = 0) -> GpuFacts:
 
 
 def parse_gpus(listed: str) -> tuple[Gpu, ...]:
-    """Parses the output of nvidia-smi for QUERY; lines of another form are skipped."""
+    """Parses the output of nvidia-smi for QUERY; lines of another form are skipped.
+
+    >>> (gpu,) = parse_gpus("0, GPU-1, NVIDIA L4, 570.1, 23034, 1, Disabled, Default")
+    >>> gpu.name, gpu.has_mig, gpu.memory_bytes >> 20
+    ('NVIDIA L4', False, 23034)
+    """
     gpus = []
     for line in listed.splitlines():
         cells = [cell.strip() for cell in line.split(",")]

@@ -135,7 +135,14 @@ def placement_of(mix: Counter[Profile]) -> Placement | None:
 
 
 def placement_text(placement: Placement) -> str:
-    """Profiles in order, each with the memory slice where it begins."""
+    """Profiles in order, each with the memory slice where it begins.
+
+    >>> small, *_, whole = MIG_GPUS["H200"].profiles
+    >>> placement_text(placement_of(Counter({small: 2})))
+    '1g.18gb at 0, 1g.18gb at 1'
+    >>> placement_of(Counter({small: 1, whole: 1})) is None
+    True
+    """
     return ", ".join(f"{profile.name} at {start}" for profile, start in placement)
 
 

@@ -209,6 +209,11 @@ def max_body_bytes(context: int | None, num_prompts: int, configured_bytes: int 
 
     `context`: of the model, in tokens; None: it is not known yet. `configured_bytes`: the operator's own limit, which
     replaces this.
+
+    >>> max_body_bytes(8192, 1, None)
+    524288
+    >>> max_body_bytes(8192, 1, 1000)
+    1000
     """
     if configured_bytes is not None:
         return configured_bytes

@@ -59,7 +59,13 @@ class ItemPlace(NamedTuple):
 
 
 def item_place(item_id: str) -> ItemPlace | None:
-    """None: no router of motet made the id."""
+    """None: no router of motet made the id.
+
+    >>> item_place("msg_" + "0" * 32 + "_i1")
+    ItemPlace(response_id='resp_00000000000000000000000000000000', is_input=True, number=1)
+    >>> item_place("msg_of_another_server") is None
+    True
+    """
     match = _ITEM_ID.fullmatch(item_id)
     return None if match is None else ItemPlace(f"resp_{match[1]}", bool(match[2]), int(match[3]))
 
@@ -189,7 +195,13 @@ def custom_function(tool: CustomTool) -> dict[str, Any]:
 
 
 def input_of(arguments: str) -> str:
-    """The input in the arguments of a call; of one that was cut off what there is of it."""
+    """The input in the arguments of a call; of one that was cut off what there is of it.
+
+    >>> input_of('{"input": "half an ans')
+    'half an ans'
+    >>> input_of('[1]')
+    ''
+    """
     try:
         document = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:

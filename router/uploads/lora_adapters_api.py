@@ -47,6 +47,13 @@ def folder_below(path: str, folders: str, tenant: str) -> tuple[Path, Path]:
     """The allowed folder that `path` lies in, and the path from there, without symbolic links. Blocking.
 
     Raises 400, which reveals nothing about files outside the allowed folders. `folders`: with commas between them.
+
+    >>> folder_below("/lora/acme/pirate", "/lora/{tenant},/shared", "acme")
+    (PosixPath('/lora/acme'), PosixPath('pirate'))
+    >>> folder_below("/lora/zoo/parrot", "/lora/{tenant}", "acme")
+    Traceback (most recent call last):
+        ...
+    motet.router.http.errors.ApiError: Invalid value for 'lora_path': it is in no folder that this server's ...
     """
     if not folders:
         raise invalid_value("lora_path", "this server loads no folders: its operator has allowed none.")
