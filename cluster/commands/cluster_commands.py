@@ -12,8 +12,8 @@ import click
 
 from ..edge.haproxy import write_edge_program
 from ..edge.serve_variables import BINARY_VARIABLE
-from ..settings.flags import GroupedCommand, options_of
 from ..settings.settings import Settings
+from .serve_command import GroupedCommand, options_of
 
 # `motet check`.
 

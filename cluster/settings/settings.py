@@ -1,9 +1,10 @@
 """All settings of motet: the one place for their names, types, bounds and defaults.
 
-The options of `motet serve` and their help (`flags.py`), the keys of its file, the rule of updates, docs/settings.md
-(`tests/rigs/made_settings_page.py`) and every check of a single value are derived from here. A part's own config
-dataclass repeats no default and no bound: `cluster/config.py` fills it, field by field, with the settings of the same
-names. What must hold between two settings is checked in the part's config or in `cluster/config.py`.
+The options of `motet serve` and their help (`commands/serve_command.py`), the keys of its file, the rule of updates,
+docs/settings.md (`tests/rigs/made_settings_page.py`) and every check of a single value are derived from here. A
+part's own config dataclass repeats no default and no bound: `cluster/config.py` fills it, field by field, with the
+settings of the same names. What must hold between two settings is checked in the part's config or in
+`cluster/config.py`.
 """
 
 from __future__ import annotations

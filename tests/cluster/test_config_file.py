@@ -14,11 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from motet.cluster.commands import foreground
-from motet.cluster.commands.serve_command import RereadableCommand, reread_options, serve, take_defaults
+from motet.cluster.commands.serve_command import RereadableCommand, options_of, reread_options, serve, take_defaults
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch.launch import updated
 from motet.cluster.launch.local_serve import free_ports
-from motet.cluster.settings.flags import options_of
 from motet.cluster.settings.setting_field import ConfigError, Count, Pairs, Setting, SettingGroup
 from motet.tests.rigs.running_motet import DEMO
 from motet.tests.rigs.setting_options import OPTIONS

@@ -14,10 +14,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from motet.cluster.commands.serve_command import ServeCommand, serve, take_defaults
+from motet.cluster.commands.serve_command import ServeCommand, options_of, serve, take_defaults
 from motet.cluster.config import part_config
 from motet.cluster.scaling import ScalingConfig
-from motet.cluster.settings.flags import options_of
 from motet.cluster.settings.setting_field import (
     Bytes,
     ConfigError,
