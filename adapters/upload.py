@@ -32,7 +32,7 @@ from .registry.versions.name_state import NameState, VersionNote, no_version_yet
 from .registry.versions.rollout import MAX_VERSIONS, versions_of
 from .store.store import BEGINNINGS, AdapterStore
 from .tenant_places import TenantPlaces
-from .upload_process import CHECK, FORGET, STORE, Answer, Check, Found, Refused
+from .upload_process import CHECK, FORGET, STORE, Answer, Check, UploadFacts, UploadRefused
 
 # Uploads that are checked, and then stored, by a process beside this one.
 
@@ -79,7 +79,7 @@ class UploadProcesses:
 class CheckedUpload:
     """`module_ranks`, `base`: as in `AdapterVersion`. `num_bytes`: of its tensors."""
 
-    def __init__(self, process: ChildProcess, cpu_s: float, facts: Found) -> None:
+    def __init__(self, process: ChildProcess, cpu_s: float, facts: UploadFacts) -> None:
         self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
         self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
@@ -101,7 +101,7 @@ class CheckedUpload:
                 await self._process.ask([FORGET], lambda frames: None)
 
 
-async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> Found:
+async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> UploadFacts:
     try:
         answer = await process.ask(frames, lambda reply: msgspec.msgpack.decode(reply[0], type=Answer))
     except ChildEnded as error:
@@ -112,9 +112,9 @@ async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> Found:
     except TimeoutError as error:
         _log.warning("an upload could not be checked within %g s", _DEADLINE_S)
         raise UploadUnchecked("the machine is too busy to check this upload: try again later") from error
-    if isinstance(answer, Found):
+    if isinstance(answer, UploadFacts):
         return answer
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, UploadRefused)
     if answer.kind == "disk":
         raise OSError(answer.errno, answer.message)
     raise (AdapterInvalid if answer.kind == "invalid" else UploadTooLarge)(answer.message)

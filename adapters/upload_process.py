@@ -51,7 +51,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: float  # that the check and what follows may take
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
+class UploadFacts(msgspec.Struct, frozen=True, tag=True):
     """What was checked, or stored."""
 
     digest: str
@@ -60,13 +60,13 @@ class Found(msgspec.Struct, frozen=True, tag=True):
     base: str = ""  # that the config names; not of what was stored
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class UploadRefused(msgspec.Struct, frozen=True, tag=True):
     kind: Literal["invalid", "too_large", "disk"]
     message: str
     errno: int = 0  # of "disk"
 
 
-Answer = Found | Refused | None
+Answer = UploadFacts | UploadRefused | None
 
 
 class Workbench:
@@ -90,16 +90,16 @@ class Workbench:
             self._upload = None
             return None
         except AdapterInvalid as error:
-            return Refused("invalid", str(error))
+            return UploadRefused("invalid", str(error))
         except UploadTooLarge as error:
-            return Refused("too_large", str(error))
+            return UploadRefused("too_large", str(error))
         except OSError as error:
-            return Refused("disk", error.strerror or str(error), error.errno or errno.EIO)
+            return UploadRefused("disk", error.strerror or str(error), error.errno or errno.EIO)
         except MemoryError:
             self.is_worn = True
-            return Refused("too_large", f"this adapter takes more than {MOST_BYTES >> 20} MiB of memory to check")
+            return UploadRefused("too_large", f"this adapter takes more than {MOST_BYTES >> 20} MiB of memory to check")
 
-    def _check(self, check: Check, config: bytes) -> Found:
+    def _check(self, check: Check, config: bytes) -> UploadFacts:
         self._upload = None
         bound_cpu(check.cpu_s)
 
@@ -117,14 +117,14 @@ class Workbench:
         self._upload = content, check
         return facts
 
-    def _store(self) -> Found:
+    def _store(self) -> UploadFacts:
         assert self._upload is not None
         (content, check), self._upload = self._upload, None
         return _facts_of(AdapterStore(Path(check.store)).put(content, check.layouts))
 
 
-def _facts_of(content: AdapterContent) -> Found:
-    return Found(content.digest, content.module_ranks, content.num_bytes)
+def _facts_of(content: AdapterContent) -> UploadFacts:
+    return UploadFacts(content.digest, content.module_ranks, content.num_bytes)
 
 
 def main(source: IO[bytes], sink: IO[bytes]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import psutil
 
 from motet.cluster.config import part_config
-from motet.cluster.edge.edge_limits import EdgeLimits
+from motet.cluster.edge.edge_config import EdgeLimits
 from motet.cluster.launch.janitor import Janitor
 from motet.cluster.launch.local_serve import LOOPBACK, free_ports, serve_environment, set_environment, start_serve
 from motet.cluster.settings.settings import Settings

@@ -12,8 +12,7 @@ import time
 from itertools import chain
 
 from motet.cluster.replicas.replica_start import SWITCH_INTERVAL_S
-from motet.router.exposition.families import gang_families, text_of
-from motet.router.exposition.router_families import RouterFacts, router_families
+from motet.router.exposition.families import RouterFacts, gang_families, router_families, text_of
 from motet.router.metrics import Metrics
 from motet.workers.wire.engine_load import EngineLoad
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -25,7 +25,7 @@ from ..workers.config import EngineConfig, ExpertSharding, KVDtype
 from ..workers.costs.step_defaults import CPU_TOKENS, StepLimits, step_limits
 from ..workers.device_probe import probe_device
 from ..workers.leader.served_engine import LeaderConfig
-from .edge.edge_limits import EdgeLimits
+from .edge.edge_config import EdgeLimits
 from .exposition.node_page import ExpositionConfig
 from .process_log import LogConfig
 from .resources import Resources, threads_of_a_worker, usable_cores
@@ -294,8 +294,12 @@ def _written(value: object) -> object:
 
 
 def part_config(kind: type[P], settings: Settings, **overrides: object) -> P:
-    """A part's own config: each of its fields is one of `overrides`, or the setting of the same name."""
-    names = {field.name for field in fields(kind)} - overrides.keys()  # type: ignore[arg-type]
+    """A part's own config: each of its fields is one of `overrides`, or the setting of the same name.
+
+    A field with a default is a constant of the part, and no setting.
+    """
+    settable = {field.name for field in fields(kind) if field.default is MISSING}  # type: ignore[arg-type]
+    names = settable - overrides.keys()
     return kind(**{name: settings.value(name) for name in names}, **overrides)
 
 

@@ -25,8 +25,8 @@ class ScalingConfig:
     max_gangs: int
     queued_tokens_per_gang: int  # tokens of prompts that wait to be computed
     pool_pressure: float  # share of a gang's pages, or of its places for running sequences, in use
-    adapter_loads_per_s: float  # of each gang, into a full pool, so that each evicts another adapter
-    scale_down_share: float  # fewer gangs are enough if the load fits into this share of their three limits above
+    adapter_loads_per_s: float = 4.0  # of each gang, into a full pool, so that each evicts another adapter
+    scale_down_share: float = 0.7  # fewer gangs are enough if the load fits into this share of their three limits above
     scale_down_after_s: float  # for which fewer gangs must have been enough
     scale_to_zero_after_s: float  # time without requests
     start_grace_s: float  # for which a starting gang counts as needed

@@ -103,7 +103,7 @@ def page_table(batch: AttentionBatch, sequences: torch.Tensor, width: int) -> to
     return batch.pages[places.clamp_(max=len(batch.pages) - 1)]
 
 
-class WriteKV(Protocol):
+class KVWriter(Protocol):
     """Writes the rotated k, and v, into the pages of their rows; returns the rotated q, a new tensor.
 
     q `[num_rows, num_heads, head_dim]`, k and v `[num_rows, num_kv_heads, head_dim]`; none of the three is changed.

@@ -19,7 +19,7 @@ import torch
 from torch.nn.functional import linear
 
 from . import norms, pages
-from .attention import PagedAttention, WriteKV
+from .attention import KVWriter, PagedAttention
 from .expert_lora import CapturableExpertLora, ExpertLoraKernels
 from .experts import ExpertKernels, ExpertWeight
 from .float8 import Float8Kernels
@@ -62,7 +62,7 @@ class Kernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     gated: Callable[[torch.Tensor, str], torch.Tensor]  # see `norms.gated`
-    write_kv: WriteKV
+    write_kv: KVWriter
     paged_attention: PagedAttention
     lora: LoraKernels
     pack_experts: PackExperts  # called once for each weight `[num_experts, out, in]`

@@ -9,12 +9,10 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
+from . import embeddings
 from .anthropic import message_chat
 from .anthropic.message_form import MessageForm
-from .embeddings import embedding_prompts
-from .embeddings.embedding_form import EmbeddingForm
-from .embeddings.embedding_prompts import chosen_pooling
-from .embeddings.embedding_schema import EmbeddingPrompts
+from .embeddings import EmbeddingForm, EmbeddingPrompts, chosen_pooling
 from .generation.generation import Generation
 from .grammars.response_format import WantedGrammar
 from .http.errors import invalid_value, unsupported
@@ -252,11 +250,11 @@ class Embeddings:
     prompt_param = "input"
     count_param = "input"
     is_resumable = False
-    names: Mapping[str, str] = embedding_prompts.NAMES
+    names: Mapping[str, str] = embeddings.NAMES
 
     def max_prompts(self, max_sequences: int) -> int:
         """The most prompts of a request; `max_sequences` of them are computed at once."""
-        return max(max_sequences, embedding_prompts.MAX_INPUTS)
+        return max(max_sequences, embeddings.MAX_INPUTS)
 
     def num_prompts(self, request: EmbeddingPrompts) -> int:
         return count_prompts(request)

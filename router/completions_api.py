@@ -26,16 +26,15 @@ from .answer_kinds import (
     ResponseItems,
     TextCompletion,
 )
-from .anthropic import message_schema
-from .anthropic.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
+from .anthropic import message_chat
+from .anthropic.message_chat import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
 from .base_model import BaseModel
-from .batches.line_authenticator import is_line
-from .batches.line_call import room_of
+from .batches.line_call import is_line, room_of
 from .batches.stored_responses import StoredResponses
 from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import max_body_bytes, refuse_unsupported
 from .config import CurrentConfig
-from .embeddings.embedding_schema import EmbeddingList, EmbeddingsRequest
+from .embeddings import EmbeddingList, EmbeddingsRequest
 from .fleet.dispatch import Dispatcher
 from .generation.choice import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
@@ -278,10 +277,10 @@ class CompletionsApi:
         body=MessagesRequest,
         reads_body=True,
         needs_registry=False,
-        answers={200: message_schema.Message},
+        answers={200: message_chat.Message},
         texts={"text/event-stream": "With `stream`: an event for each step."},
-        events=message_schema.MessageEvent,
-        refusal=message_schema.error_response,
+        events=message_chat.MessageEvent,
+        refusal=message_chat.error_response,
         errors=("invalid_messages", *_ERRORS),
     )
     async def message(self, http: Request, identity: Identity) -> GenerationResponse:
@@ -296,10 +295,10 @@ class CompletionsApi:
         body=CountTokensRequest,
         reads_body=True,
         needs_registry=False,
-        refusal=message_schema.error_response,
+        refusal=message_chat.error_response,
         errors=("invalid_messages", *_ERRORS),
     )
-    async def count_tokens(self, http: Request, identity: Identity) -> message_schema.TokenCount:
+    async def count_tokens(self, http: Request, identity: Identity) -> message_chat.TokenCount:
         """As `/v1/messages` would compute them. It takes the same fields, and needs no `max_tokens`."""
         record = record_of(http.scope)
         record.headers = self._accounts.precheck(identity, False)
@@ -313,7 +312,7 @@ class CompletionsApi:
                 self._leave_out(record, request, prompts, _TOKEN_COUNT)
         except ApiError as error:
             raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
-        return message_schema.TokenCount(len(prompts.token_lists[0]))
+        return message_chat.TokenCount(len(prompts.token_lists[0]))
 
     async def _answer(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
         """All steps of a request. Errors name fields as the client does."""

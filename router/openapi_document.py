@@ -62,8 +62,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         ),
         "upload_timeout": (
             408,
-            "nothing of the upload came for a minute (`--upload-idle`), or it came too slowly "
-            "(`--upload-bytes-per-s`, `--upload-deadline`)",
+            "nothing of the upload came for a minute, or it came too slowly (64 KiB a second, and an hour in all)",
         ),
         "timeout": (408, "the request's `timeout` has passed before a token was sent"),
         "taken_over": (409, "the stream was resumed on another connection"),
@@ -74,20 +73,19 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
         "batch_ended": (409, "the batch has ended, and cannot be cancelled"),
         "too_many_keys": (409, "a tenant has at most 1,000 keys"),
         "request_too_large": (413, "the body is over the limit, or takes too long to decode"),
-        "too_large": (413, "a part of the form is over its limit (`--max-upload-bytes`, `--max-file-bytes`)"),
+        "too_large": (413, "a part of the form is over its limit (`--max-upload-bytes`, 200 MiB of a file)"),
         "unsupported_encoding": (415, "the body is compressed"),
         "adapter_overflow": (422, "the adapter's weights are so large that the next token has no finite number"),
         "overloaded": (429, "the answer would come too late, or the queue is full; with `Retry-After`"),
         "bodies_full": (
             429,
-            "your requests that are arriving, or everybody's, take the memory that is for them "
-            "(`--max-held-body-bytes`)",
+            "your requests that are arriving, or everybody's, take the memory that is for them (128 MiB)",
         ),
         "rate_limit_exceeded": (429, "a quota of the tenant or of the key is used up; with `Retry-After`"),
         "insufficient_quota": (429, "more would be stored or pinned than the tenant or the key may have"),
         "uploads_full": (
             429,
-            "64 uploads of yours are under way or wait for a turn, of which you have two (`--max-tenant-uploads`)",
+            "64 uploads of yours are under way or wait for a turn, of which you have two",
         ),
         "too_many_requests": (429, "more requests of the key, or of the address, are under way than one may have"),
         "headers_too_large": (431, "the headers have more than 16 KiB together"),
@@ -161,7 +159,11 @@ def codes_of(route: RouteSpec) -> tuple[str, ...]:
 
 
 def by_status(codes: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    """Codes by status, in ascending order."""
+    """Codes by status, in ascending order.
+
+    >>> by_status(("not_found", "invalid_api_key", "adapter_not_found"))
+    {401: ('invalid_api_key',), 404: ('not_found', 'adapter_not_found')}
+    """
     statuses = sorted({ERRORS[code][0] for code in codes})
     return {status: tuple(code for code in codes if ERRORS[code][0] == status) for status in statuses}
 

@@ -20,8 +20,15 @@ from ..workers.wire.engine_load import EngineLoad
 from ..workers.wire.messages import GangInfo
 from .base_model import BaseModel
 from .config import CurrentConfig
-from .exposition.families import MetricsTarget, TargetGroup, discovery, gang_families, text_of
-from .exposition.router_families import RouterFacts, router_families
+from .exposition.families import (
+    MetricsTarget,
+    RouterFacts,
+    TargetGroup,
+    discovery,
+    gang_families,
+    router_families,
+    text_of,
+)
 from .fleet.dispatch import Dispatcher, probe
 from .http.errors import unavailable
 from .http.route import route

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, get_args
 from urllib.parse import unquote
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,8 +21,7 @@ from ..adapters.registry.preloads import Preloads
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .administration.keys_api import KeysApi
-from .administration.limits_api import LimitsApi
-from .administration.tenants_api import TenantsApi, UsersApi
+from .administration.tenants_api import LimitsApi, TenantsApi, UsersApi
 from .base_model import BaseModel
 from .batches.batches import Batches
 from .batches.schema import Endpoint as LineRoute
@@ -79,7 +78,7 @@ def create_app(
     pins: PinKeeper | None = None,
     batches: Batches | None = None,
     more_routes: Callable[[RegistryView], Sequence[RouteSpec]] = lambda view: (),
-) -> FastAPI:
+) -> Starlette:
     """The app. The caller starts and stops the collaborators that it passes in.
 
     `config`: a change takes effect with the next request. `operator_key`: for /status, /metrics and the administration,
@@ -131,7 +130,8 @@ def create_app(
     openapi = OpenApi(routes)
     authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
     cors, outages = Cors(config), RegistryOutages(lambda: view.is_unreachable)
-    app = FastAPI(title="motet", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Starlette()
+    app.router.redirect_slashes = False
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:
         endpoint = Endpoint(route, authenticator, metrics, access_log, cors, outages)

@@ -58,7 +58,8 @@ def why_not_float8(capability: tuple[int, int] | None, part: Float8Part) -> str 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Sizes are bytes of each worker; counts are of the gang. Defaults and bounds stand with motet's settings."""
+    """Sizes are bytes of each worker; counts are of the gang. A field with a default is no setting; the others have
+    defaults and bounds with motet's settings."""
 
     model_path: Path  # folder in Hugging Face format
     store_path: Path  # content-addressed store of adapters
@@ -88,9 +89,9 @@ class EngineConfig:
     slow_kernels: SlowKernels  # where no fast ones can be had: compute with plain ones, or do not start
     tensor_parallel: int  # workers of the gang
     expert_sharding: ExpertSharding  # workers share each expert's features, or ("expert") the experts
-    step_deadline_s: float  # a worker that takes longer over a step hangs
-    store_deadline_s: float  # a read of an adapter from the store that takes longer has failed
-    start_deadline_s: float  # for all workers to come up, before they load the model
+    step_deadline_s: float = 120.0  # a worker that takes longer over a step hangs
+    store_deadline_s: float = 15.0  # a read of an adapter from the store that takes longer has failed
+    start_deadline_s: float = 300.0  # for all workers to come up, before they load the model
     measures_threads: bool  # a worker alone on a CPU measures how many threads to use, up to num_threads
 
     def __post_init__(self) -> None:

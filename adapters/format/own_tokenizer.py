@@ -39,7 +39,11 @@ NO_TOKENIZER: Final = OwnTokenizer()
 
 
 def template_digest(template: str) -> str:
-    """SHA-256, hex, of what a template renders by: line ends and the last one of a file do not count."""
+    """SHA-256, hex, of what a template renders by: line ends and the last one of a file do not count.
+
+    >>> template_digest("{{ a }}\\r\\n") == template_digest("{{ a }}")
+    True
+    """
     return hashlib.sha256(template.replace("\r\n", "\n").rstrip("\n").encode()).hexdigest()
 
 
@@ -59,7 +63,12 @@ def read_own_tokenizer(folder: Path) -> OwnTokenizer:
 
 
 def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> OwnTokenizer:
-    """The same of files by name. `read`: None: there is no such file. `where`: named in the error."""
+    """The same of files by name. `read`: None: there is no such file. `where`: named in the error.
+
+    >>> files = {"added_tokens.json": b'{"<tool>": 7}', "chat_template.jinja": b"{{ messages }}"}
+    >>> own_tokenizer(files.get, "pirate")
+    OwnTokenizer(added_tokens={'<tool>': 7}, chat_template='f24189f...')
+    """
 
     def object_of(name: str) -> dict[str, Any]:
         data = read(name)

@@ -109,7 +109,7 @@ class ExpiredLaunches:
 # The configuration with which an application was whole the last time, and why a newer one was taken back.
 
 
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):
+class ApplicationRollout(msgspec.Struct, frozen=True, kw_only=True):
     """The rollout of one application on one cluster."""
 
     good: Mapping[str, Any]  # Serve's configuration of the application, as JSON has it
@@ -125,13 +125,13 @@ class Rollouts:
     def __init__(self, client: Redis) -> None:
         self._client: Any = client
 
-    async def get(self, cluster: str) -> Rollout | None:
+    async def get(self, cluster: str) -> ApplicationRollout | None:
         """None: the application was never whole."""
         async with answered_within():
             text = await self._client.hget(ROLLOUTS, cluster)
-        return None if text is None else msgspec.json.decode(text, type=Rollout)
+        return None if text is None else msgspec.json.decode(text, type=ApplicationRollout)
 
-    async def set(self, cluster: str, rollout: Rollout) -> None:
+    async def set(self, cluster: str, rollout: ApplicationRollout) -> None:
         async with answered_within():
             await self._client.hset(ROLLOUTS, cluster, msgspec.json.encode(rollout).decode())
 

@@ -12,12 +12,12 @@ import json
 from dataclasses import replace
 
 from motet.benchmarks.rigs.published_bases import published_base
-from motet.cluster.tools.mig import EFFICIENCY, MIG_GPUS, Demand, plan, whole_placements
+from motet.cluster.tools.mig import EFFICIENCY, MIG_GPUS, ModelDemand, plan, whole_placements
 
 GPU = MIG_GPUS["A100 SXM 80GB"]
 CONTEXT = 1000
-FLAN_T5_XL = Demand("3B", 5.7e9, 24 * 2 * 2 * 32 * 64 * 2, 2 * 2.85e9, 8, CONTEXT)  # own and cross attention
-MISTRAL = Demand.of("7B", published_base("Mistral-7B"), 8, CONTEXT)
+FLAN_T5_XL = ModelDemand("3B", 5.7e9, 24 * 2 * 2 * 32 * 64 * 2, 2 * 2.85e9, 8, CONTEXT)  # own and cross attention
+MISTRAL = ModelDemand.of("7B", published_base("Mistral-7B"), 8, CONTEXT)
 PUBLISHED = ((FLAN_T5_XL, "1g.20gb", 8), (FLAN_T5_XL, "2g.20gb", 16), (MISTRAL, "4g.40gb", 8))
 FLEET = ((FLAN_T5_XL, 4, 18), (FLAN_T5_XL, 8, 18), (MISTRAL, 4, 18))  # users, and models of this kind
 

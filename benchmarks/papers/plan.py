@@ -26,7 +26,7 @@ from statistics import fmean, median
 
 from motet.adapters.store.store import AdapterStore
 from motet.benchmarks.rigs import random_model
-from motet.cluster.tools.measured_machine import NUM_ADAPTERS, engine_config
+from motet.cluster.tools.serving_planner import NUM_ADAPTERS, engine_config
 from motet.workers.config import EngineConfig
 from motet.workers.costs.measured_steps import (
     RecordingExecutor,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
 from redis.asyncio import Redis
+from starlette.applications import Starlette
 
 from motet.adapters.registry.registry import Registry, connect
 from motet.adapters.registry.registry_view import RegistryView
@@ -30,7 +30,7 @@ from motet.router.fleet.admission import TimeLimit
 from motet.router.rest_server import create_app
 from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.workers.wire.engine_load import EngineLoad
 from motet.workers.wire.messages import GangInfo, SequenceRequest, SequenceUpdate, SequenceUsage
 
@@ -116,9 +116,9 @@ class InstantDispatcher:
         return EngineLoad()
 
 
-def usage_of(client: Redis, folder: Path) -> Usage:
+def usage_of(client: Redis, folder: Path) -> UsageService:
     """Who keeps count of each answer, beside quotas, where all is on: its lines go to Redis as in a router."""
-    return Usage(
+    return UsageService(
         client,
         folder / "ledger",
         folder / "archive",
@@ -170,7 +170,7 @@ async def main() -> None:
     text.close()
 
 
-def _app(view: Any, text: TextService, folder: Path, **tenancy: Any) -> FastAPI:
+def _app(view: Any, text: TextService, folder: Path, **tenancy: Any) -> Starlette:
     nothing: Any = None  # its routes are not requested
     dispatcher: Any = InstantDispatcher()
     config = part_config(RouterConfig, Settings(), model_name=BASE, spool_path=folder, scales_from_zero=False)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.cluster.config import part_config
@@ -131,5 +131,5 @@ class ReadyRouter:
             operator_key=secrets.token_hex(),
         )
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         return self._app

@@ -6,6 +6,7 @@ secrets, are refused (`not_in_args` of `Setting`).
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -15,8 +16,10 @@ from typing import Any, TypeVar
 
 from ..config import MotetConfig
 from ..settings.setting_field import ConfigError, Part, SettingField, fields_of
-from ..settings.settings import Settings, why_not_live
+from ..settings.settings import Settings, constant_warning, why_not_live
 from .model_source import folder_of_hub_id, is_hub_id
+
+_log = logging.getLogger(__name__)
 
 # Settings by the keys that people write: those of the configuration file, in arguments and in `user_config`.
 
@@ -32,6 +35,9 @@ def values_of(arguments: Mapping[str, Any], place: str, why_not: WhyNot) -> dict
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in arguments.items():
+        if (warning := constant_warning(key)) is not None:
+            _log.warning("%s: %s", place, warning)
+            continue
         field = fields.get(key)
         if field is None:
             raise ConfigError(f"{place}: {key}", _display(value), _why_no_setting(key, fields))
@@ -48,7 +54,11 @@ def values_of(arguments: Mapping[str, Any], place: str, why_not: WhyNot) -> dict
 
 
 def written_value(value: Any) -> Any:
-    """A setting's value as JSON and YAML have it, of which `values_of` makes the same again."""
+    """A setting's value as JSON and YAML have it, of which `values_of` makes the same again.
+
+    >>> written_value((("acme", 2.5), ("zoo", 1.0)))
+    ['acme=2.5', 'zoo=1.0']
+    """
     if isinstance(value, tuple):
         return ["=".join(map(str, pair)) for pair in value]
     return value
@@ -77,7 +87,15 @@ C = TypeVar("C", bound=MotetConfig)
 
 
 def live_values(part: Part, user_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by the names of their fields. Raises ConfigError for what the replicas of `part` cannot take over."""
+    """Values by the names of their fields. Raises ConfigError for what the replicas of `part` cannot take over.
+
+    >>> live_values("router", {"max-queue-wait": "2.5"})
+    {'max_queue_wait_s': 2.5}
+    >>> live_values("gang", {"max-queue-wait": 1})
+    Traceback (most recent call last):
+        ...
+    motet.cluster.settings.setting_field.ConfigError: user_config of gang: max-queue-wait = 1: ...
+    """
     return values_of(user_config, f"user_config of {part}", partial(why_not_live, part))
 
 
@@ -110,6 +128,10 @@ def application_config(args: Mapping[str, Any], environ: Mapping[str, str] | Non
     """The config that an application's arguments say. Reads no file. Raises ConfigError, or ValueError of a part's.
 
     Of the environment it takes what settings say of it, but no secret.
+
+    >>> config = application_config({"model": "Qwen/Qwen3-8B", "data-dir": "/data", "pool-bytes": "2GiB"}, {})
+    >>> config.serving.name, config.memory.pool_bytes, str(config.model_path)
+    ('Qwen--Qwen3-8B', 2147483648, '/data/models/Qwen--Qwen3-8B')
     """
     environ = os.environ if environ is None else environ
     secret_variables = {field.mark.env for field in fields_of(Settings) if field.mark.secret}

@@ -66,12 +66,20 @@ def resolve_model(path_or_id: str, models_path: Path, on_progress: OnProgress) -
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether it may be one; else it is a path."""
+    """Whether it may be one; else it is a path.
+
+    >>> [is_hub_id(text) for text in ("Qwen/Qwen3-8B", "gpt2", "./gpt2", "a/b/c")]
+    [True, True, False, False]
+    """
     return not text.startswith(("/", ".", "~")) and text.count("/") <= 1
 
 
 def folder_of_hub_id(hub_id: str, models_path: Path) -> Path:
-    """Where the model is, once it was downloaded."""
+    """Where the model is, once it was downloaded.
+
+    >>> str(folder_of_hub_id("Qwen/Qwen3-8B", Path("/data/models")))
+    '/data/models/Qwen--Qwen3-8B'
+    """
     return models_path / hub_id.replace("/", "--")
 
 

@@ -58,7 +58,11 @@ def secrets_of_this_node(environ: Mapping[str, str] | None = None) -> LaunchSecr
 
 
 def key_lines(text: str) -> tuple[str, ...]:
-    """The lines TENANT=KEY of a file; empty lines and lines that begin with # are skipped."""
+    """The lines TENANT=KEY of a file; empty lines and lines that begin with # are skipped.
+
+    >>> key_lines("# of the shops\\n\\n acme=one \\nzoo=two")
+    ('acme=one', 'zoo=two')
+    """
     lines = (line.strip() for line in text.splitlines())
     return tuple(line for line in lines if line and not line.startswith("#"))
 

@@ -86,7 +86,15 @@ class ChatPiece:
 
 
 class MotetClient:
-    """Speaks for one tenant's key. Safe to share between threads."""
+    """Speaks for one tenant's key. Safe to share between threads.
+
+    >>> MotetClient("localhost:8000")
+    Traceback (most recent call last):
+        ...
+    motet.cluster.client.client.ClientError: url 'localhost:8000' is none of a motet: one like http://127...
+    >>> MotetClient("http://localhost:8000/v1", "secret").url
+    'http://localhost:8000'
+    """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.strip().rstrip("/").removesuffix("/v1")  # where OpenAI's clients want the /v1
@@ -115,7 +123,13 @@ class MotetClient:
         self._http.close()
 
     def models(self) -> list[str]:
-        """Names that `model` may be: the base first, then the tenant's adapters."""
+        """Names that `model` may be: the base first, then the tenant's adapters.
+
+        >>> client.models()
+        ['base-model']
+        >>> client.upload_adapter("pirate", folder)[0].name in client.models()
+        True
+        """
         return [model["id"] for model in self._entries("/v1/models")]
 
     def adapters(self) -> list[AdapterInfo]:
@@ -139,6 +153,12 @@ class MotetClient:
 
         `response_template`: name of the form in which it writes calls and thoughts; empty: in the base's.
         Without `activate` the current version stays the current one. `is_private`: it belongs to the key's user alone.
+
+        >>> adapter, is_new = client.upload_adapter("pirate", folder)
+        >>> adapter.version, adapter.rank, is_new
+        (1, 8, True)
+        >>> client.upload_adapter("pirate", folder)[1]  # the same content is no new version
+        False
         """
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
@@ -170,10 +190,28 @@ class MotetClient:
         return AdapterInfo.from_json(response.json()), response.status_code == 201
 
     def adapter(self, name: str) -> AdapterInfo:
+        """The current version of an adapter. Raises RequestRefused, and ClientError for a name that none can have.
+
+        >>> client.adapter("parrot")
+        Traceback (most recent call last):
+            ...
+        motet.cluster.client.client.RequestRefused: there is no adapter 'parrot'
+        >>> client.adapter("../pirate")
+        Traceback (most recent call last):
+            ...
+        motet.cluster.client.client.ClientError: name '../pirate' is not accepted: 1 to 64 letters, ...
+        """
         _check_name(name)
         return AdapterInfo.from_json(self._json("GET", f"/v1/adapters/{quote(name, safe='')}"))
 
     def delete_adapter(self, name: str) -> None:
+        """Deletes all versions of an adapter.
+
+        >>> _ = client.upload_adapter("pirate", folder)
+        >>> client.delete_adapter("pirate")
+        >>> client.adapters()
+        []
+        """
         _check_name(name)
         self._request("DELETE", f"/v1/adapters/{quote(name, safe='')}")
 
@@ -186,15 +224,31 @@ class MotetClient:
         return None
 
     def status(self) -> dict[str, Any]:
-        """Model, gangs and load: the JSON of /status. Not waited for as long as for an answer."""
+        """Model, gangs and load: the JSON of /status. Not waited for as long as for an answer.
+
+        >>> client.status()["model"]
+        'base-model'
+        """
         return dict(self._json("GET", "/status", timeout=STATUS_TIMEOUT_S))
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """What the server answers to a request whose body is JSON."""
+        """What the server answers to a request whose body is JSON.
+
+        >>> client.call("GET", "/v1/models")["object"]
+        'list'
+        >>> client.call("POST", "/v1/nothing", {})
+        Traceback (most recent call last):
+            ...
+        motet.cluster.client.client.RequestRefused: there is no such route
+        """
         return dict(self._json(method, path, **({} if body is None else {"json": dict(body)})))
 
     def listed(self, path: str) -> list[dict[str, Any]]:
-        """All entries of a list of the server's."""
+        """All entries of a list of the server's.
+
+        >>> [model["id"] for model in client.listed("/v1/models")]
+        ['base-model']
+        """
         return self._entries(path)
 
     def usage(self, query: Mapping[str, str], *, of_all: bool) -> str:
@@ -213,6 +267,10 @@ class MotetClient:
         """The pieces of the answer as they come. Closing the generator early cancels the request at the server.
 
         Without `max_tokens` the answer may fill the model's context.
+
+        >>> pieces = [*client.chat("base-model", [{"role": "user", "content": "hello there"}])]
+        >>> "".join(piece.text for piece in pieces), pieces[-1].completion_tokens
+        ('HELLO THERE ', 2)
         """
         request: dict[str, Any] = {
             "model": model,

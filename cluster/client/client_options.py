@@ -1,15 +1,20 @@
-"""Options of all commands that talk to a running motet, and how these show errors."""
+"""Options of all commands that talk to a running motet, and how these show answers and errors."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, Final, ParamSpec
 
 import click
 from click.core import ParameterSource
+from rich.console import Console
+from rich.table import Column, Table
 
 from ..launch_secrets import OPERATOR_KEY_FILE
 from ..settings.settings import Settings
@@ -141,3 +146,32 @@ def _call(
         if not key and isinstance(error, RequestRefused) and error.status_code == 401:
             raise click.ClickException(hint) from error
         raise click.ClickException(str(error)) from error
+
+
+# How commands print what a running motet answers: JSON for machines, tables for people.
+
+_UNLIMITED_WIDTH: Final = 10_000  # columns, where no terminal limits them
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the server's JSON.")
+
+
+def print_json(body: Any) -> None:
+    click.echo(json.dumps(body, indent=2))
+
+
+def print_table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]]) -> None:
+    """One row a line, cut to the terminal's width if there is one. None is an empty cell."""
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    width = None if sys.stdout.isatty() else _UNLIMITED_WIDTH
+    Console(highlight=False, markup=False, width=width).print(table)
+
+
+def time_text(seconds: float | None) -> str:
+    """A time as UTC; empty for None.
+
+    >>> time_text(86_400)
+    '1970-01-02 00:00:00Z'
+    """
+    return "" if seconds is None else datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%SZ")

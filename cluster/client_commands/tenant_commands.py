@@ -1,19 +1,18 @@
-"""`motet tenants create | list | show | set | suspend | resume | delete`."""
+"""Commands of operators: `motet tenants`, `motet users` and `motet keys`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_args
 from urllib.parse import quote
 
 import click
 
-from ...adapters.registry.tenants.records import Quota
-from ..byte_size import parse_byte_size
+from ...adapters.registry.tenants.records import Quota, Scope
 from ..client.client import MotetClient
-from ..client.client_options import with_operator_client
-from .output import json_option, print_json, print_table, time_text
+from ..client.client_options import json_option, print_json, print_table, time_text, with_operator_client
+from ..settings.setting_field import format_byte_size, parse_byte_size
 
 # Parses options of tenants and keys: lifetimes and quotas.
 
@@ -23,7 +22,13 @@ _NO_BOUND: Final = "none"
 
 
 def lifetime_s(text: str) -> float:
-    """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds. Raises BadParameter."""
+    """A time in seconds, typed as 45s, 30m, 12h, 90d, or as a plain number of seconds. Raises BadParameter.
+
+    >>> lifetime_s("90m")
+    5400.0
+    >>> lifetime_s("2.5")
+    2.5
+    """
     match = _LIFETIME.fullmatch(text)
     if match is None:
         raise click.BadParameter(f"{text!r} is not a time: give one such as 45s, 30m, 12h or 90d")
@@ -31,7 +36,13 @@ def lifetime_s(text: str) -> float:
 
 
 def bound(text: str) -> tuple[str, int | None]:
-    """NAME=NUMBER, one limit of a quota; NAME=none removes it. Raises BadParameter."""
+    """NAME=NUMBER, one limit of a quota; NAME=none removes it. Raises BadParameter.
+
+    >>> bound("stored-bytes=2GiB")
+    ('stored_bytes', 2147483648)
+    >>> bound("requests-per-minute=none")
+    ('requests_per_minute', None)
+    """
     typed, _, value = text.partition("=")
     name = typed.replace("-", "_")
     if name not in Quota.__struct_fields__:
@@ -69,7 +80,11 @@ user_quota_option = click.option(
 
 
 def quota_text(quota: Mapping[str, int | None]) -> str:
-    """A quota's limits as options on a command line."""
+    """A quota's limits as options on a command line.
+
+    >>> quota_text({"requests_per_minute": 60, "stored_bytes": None})
+    'requests-per-minute=60'
+    """
     return " ".join(f"{name.replace('_', '-')}={bound}" for name, bound in quota.items() if bound is not None)
 
 
@@ -82,6 +97,11 @@ weight = click.option(
 
 def path_of(tenant: str) -> str:
     # Old tenants may be named "." or "..", which would change the path.
+    """The path of a tenant.
+
+    >>> path_of("..")
+    '/v1/admin/tenants/%2E%2E'
+    """
     return f"{PATH}/{quote(tenant, safe='').replace('.', '%2E')}"
 
 
@@ -222,3 +242,169 @@ def _print_tenants(tenants: Sequence[Mapping[str, Any]]) -> None:
         for tenant in tenants
     ]
     print_table(("name", "state", "weight", "class", "keys", "quota", "user quota", "created", "label"), rows)
+
+
+# `motet users list | cancel-batches | delete`.
+
+
+@click.group()
+def users() -> None:
+    """List and delete users of tenants, cancel their batches; for operators.
+
+    Keys and tokens make users: see `motet keys create --user`.
+    """
+
+
+@users.command(name="list")
+@click.argument("tenant")
+@json_option
+@with_operator_client
+def list_users(client: MotetClient, tenant: str, as_json: bool) -> None:
+    """List the users of TENANT who have a key or a private adapter."""
+    records = client.listed(f"{path_of(tenant)}/users")
+    if as_json:
+        print_json(records)
+        return
+    rows = [
+        (record["name"], record["num_keys"], record["adapters"], format_byte_size(record["stored_bytes"]))
+        for record in records
+    ]
+    print_table(("name", "keys", "adapters", "stored"), rows)
+
+
+@users.command()
+@click.argument("tenant")
+@click.argument("user")
+@with_operator_client
+def cancel_batches(client: MotetClient, tenant: str, user: str) -> None:
+    """Cancel all batches of USER of TENANT, those made with a token, too."""
+    cancelled = client.call("POST", f"{path_of(tenant)}/users/{quote(user, safe='')}/batches/cancel")
+    click.echo(f"cancelled {cancelled['num_batches']} batches of {user}")
+
+
+@users.command(name="delete")
+@click.argument("tenant")
+@click.argument("user")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@with_operator_client
+def delete_user(client: MotetClient, tenant: str, user: str, yes: bool) -> None:
+    """Delete USER of TENANT with its keys and private adapters. If interrupted, run it again."""
+    if not yes:
+        click.confirm(f"Delete {user} with all its keys and private adapters? They cannot be brought back", abort=True)
+    answer = client.call("DELETE", f"{path_of(tenant)}/users/{quote(user, safe='')}")
+    click.echo(f"deleted {user}, {answer['num_keys']} keys and {answer['num_adapters']} adapters")
+
+
+# `motet keys create | list | rotate | delete`. Standard output is the new key alone, so that it can be piped.
+
+KEYS_PATH = "/v1/admin/keys"
+
+
+@click.group()
+def keys() -> None:
+    """Make, list, rotate and delete API keys of tenants; for operators."""
+
+
+@keys.command(name="create")
+@click.argument("tenant")
+@click.option(
+    "--scope",
+    "scopes",
+    type=click.Choice(get_args(Scope)),
+    multiple=True,
+    help="What the key allows; may be repeated. Default: infer, upload and metrics.",
+)
+@label
+@click.option(
+    "--expires-in", type=lifetime_s, metavar="TIME", help="How long it is valid, for example 90d. Default: forever."
+)
+@click.option("--user", metavar="NAME", help="The tenant's user who owns the key. Default: none.")
+@quota_option
+@json_option
+@with_operator_client
+def create_key(
+    client: MotetClient,
+    tenant: str,
+    scopes: tuple[str, ...],
+    label: str | None,
+    expires_in: float | None,
+    user: str | None,
+    bounds: tuple[tuple[str, int | None], ...],
+    as_json: bool,
+) -> None:
+    """Make a key for TENANT. It is shown only once."""
+    body: dict[str, Any] = {
+        "scopes": list(scopes) or None,
+        "expires_in_s": expires_in,
+        "quota": dict(bounds),
+        "user": user,
+    }
+    _print_new_key(
+        client.call("POST", f"{path_of(tenant)}/keys", body if label is None else {**body, "label": label}), as_json
+    )
+
+
+@keys.command(name="list")
+@click.argument("tenant")
+@json_option
+@with_operator_client
+def list_keys(client: MotetClient, tenant: str, as_json: bool) -> None:
+    """List the keys of TENANT, without the keys themselves."""
+    records = client.listed(f"{path_of(tenant)}/keys")
+    if as_json:
+        print_json(records)
+    else:
+        _print_keys(records)
+
+
+@keys.command()
+@click.argument("key_id")
+@click.option(
+    "--overlap",
+    type=lifetime_s,
+    metavar="TIME",
+    default="24h",
+    show_default=True,
+    help="How long the old key stays valid.",
+)
+@json_option
+@with_operator_client
+def rotate(client: MotetClient, key_id: str, overlap: float, as_json: bool) -> None:
+    """Replace KEY_ID by a new key with the same scopes and quota. The old key expires after the overlap."""
+    _print_new_key(client.call("POST", f"{KEYS_PATH}/{quote(key_id, safe='')}/rotate", {"overlap_s": overlap}), as_json)
+
+
+@keys.command(name="delete")
+@click.argument("key_id")
+@with_operator_client
+def delete_key(client: MotetClient, key_id: str) -> None:
+    """Delete the key KEY_ID. It is invalid from now on."""
+    client.call("DELETE", f"{KEYS_PATH}/{quote(key_id, safe='')}")
+    click.echo(f"deleted {key_id}")
+
+
+def _print_new_key(record: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(record)
+        return
+    click.echo(record["key"])
+    click.echo(
+        f"{record['id']} of {record['tenant']} may {', '.join(record['scopes'])}; it is not shown again", err=True
+    )
+
+
+def _print_keys(keys: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            key["id"],
+            key["tenant"],
+            key["user"],
+            " ".join(key["scopes"]),
+            time_text(key["expires_at"]) or "never",
+            quota_text(key["quota"]),
+            time_text(key["created_at"]),
+            key["label"],
+        )
+        for key in keys
+    ]
+    print_table(("id", "tenant", "user", "scopes", "expires", "quota", "created", "label"), rows)

@@ -10,10 +10,9 @@ from urllib.parse import urlencode
 import click
 from rich.table import Column
 
-from ..byte_size import format_byte_size
 from ..client.client import MotetClient
-from ..client.client_options import with_client, with_operator_client
-from .output import json_option, print_json, print_table, time_text
+from ..client.client_options import json_option, print_json, print_table, time_text, with_client, with_operator_client
+from ..settings.setting_field import format_byte_size
 
 # `motet audit`.
 

@@ -12,8 +12,8 @@ import click
 
 from ..edge.haproxy import write_edge_program
 from ..edge.serve_variables import BINARY_VARIABLE
-from ..settings.flags import GroupedCommand, options_of
 from ..settings.settings import Settings
+from .serve_command import GroupedCommand, options_of
 
 # `motet check`.
 
@@ -55,11 +55,10 @@ def doctor(as_json: bool, **settings: Any) -> None:
     Looks at this machine, or with --address at every node of that Ray cluster; give the settings that motet serve gets.
     Ends with status 1 if there is an error.
     """
-    from ..edge.edge_limits import EdgeLimits
+    from ..edge.edge_config import EdgeLimits
     from ..launch.local_serve import OBJECT_STORE_BYTES
-    from ..tools.examination import examine_cluster, examine_machine  # loaded here: other commands do without
-    from ..tools.finding import has_errors, report_json, report_lines
-    from ..tools.node_facts import Expectations, Questions
+    from ..tools.machine_checks import has_errors, report_json, report_lines
+    from ..tools.node_facts import Expectations, Questions, examine_cluster, examine_machine
 
     address: str | None = settings["address"]
     defaults = Settings()

@@ -16,7 +16,7 @@ from ..tools.mig import MIG_GPUS, placement_text
 if TYPE_CHECKING:
     from ...workers.costs.devices import Device
     from ...workers.costs.replay import Replayed
-    from ..tools.mig import Demand
+    from ..tools.mig import ModelDemand
     from ..tools.serving_planner import ServingPlan
 
 
@@ -110,9 +110,7 @@ def plan(
     from ...workers.costs.step_costs import StepCosts
     from ...workers.models.config import ModelConfig
     from ..tools.gang_capacity import EFFICIENCY, Adapters, Objectives, Spread, Traffic
-    from ..tools.plan_report import Report
-    from ..tools.serving_planner import best, options
-    from ..tools.trace_replay import replay_on_gangs, replay_on_machine
+    from ..tools.serving_planner import Report, best, options, replay_on_gangs, replay_on_machine
 
     try:
         config, objectives = ModelConfig.from_folder(model), Objectives(first_token_s, token_interval_s)
@@ -200,9 +198,9 @@ def mig(file: Path, gpu_name: str, gpus_per_node: int, as_json: bool) -> None:
         click.echo(f"  {number}: {placement_text(placement)}")
 
 
-def _demands(file: Path) -> list[Demand]:
+def _demands(file: Path) -> list[ModelDemand]:
     from ...workers.models.config import ModelConfig
-    from ..tools.mig import Demand
+    from ..tools.mig import ModelDemand
 
     document: dict[str, Any] = tomllib.loads(file.read_text())
     models = document.get("models")
@@ -217,7 +215,7 @@ def _demands(file: Path) -> list[Demand]:
         if type(users) is not int or type(context) is not int or type(objective_s) not in (int, float):
             raise ValueError(f"{model['name']}: users and context are whole numbers, objective-s is a number")
         config = ModelConfig.from_folder(file.parent / str(model["path"]))
-        demands.append(Demand.of(str(model["name"]), config, users, context, float(objective_s)))
+        demands.append(ModelDemand.of(str(model["name"]), config, users, context, float(objective_s)))
     return demands
 
 
@@ -327,7 +325,7 @@ def _device(name: str) -> Device:
 
 
 def _measure(model: Path, path: Path) -> None:
-    from ..tools.measured_machine import measure_machine
+    from ..tools.serving_planner import measure_machine
 
     try:
         costs = measure_machine(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from ..byte_size import format_byte_size
+from ..settings.setting_field import format_byte_size
 
 # The load of a gang, or of all, as lines for a person.
 

@@ -18,8 +18,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from .edge_config import TemplateChanged, edge_config
-from .edge_limits import EdgeLimits, limits_of_environment
+from .edge_config import EdgeLimits, TemplateChanged, edge_config, limits_of_environment
 from .error_answers import error_body, write_error_files
 from .serve_variables import BINARY_VARIABLE
 

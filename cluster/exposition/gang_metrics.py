@@ -13,8 +13,7 @@ from typing import Final, Literal, NamedTuple
 from prometheus_client.metrics_core import Metric
 
 from ... import __version__
-from ...router.exposition.families import GANG, Families, gang_families
-from ...router.exposition.router_families import BUILD_INFO
+from ...router.exposition.families import BUILD_INFO, GANG, Families, gang_families
 from ...router.metrics import Histogram
 from ...workers.leader.frame_server import FrameServer
 from ...workers.leader.residency import RequestedAdapters

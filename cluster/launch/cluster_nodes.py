@@ -21,9 +21,9 @@ from ... import __version__
 from ...adapters.registry.registry_keys import PREFIX
 from ...workers.device_probe import probe_counted_device, probe_device
 from ..application.registration import identify_base
-from ..byte_size import format_byte_size
 from ..config import MotetConfig
 from ..resources import Placement
+from ..settings.setting_field import format_byte_size
 from ..worker_device import WorkerDevice
 
 # Whether gangs have room on a cluster's nodes: pure functions of what the nodes have and what is wanted.
@@ -57,7 +57,13 @@ class Demand:
 
 
 def places(demand: Demand, nodes: Sequence[Node], limit: int) -> int:
-    """How many such demands have room at once, counted up to `limit`."""
+    """How many such demands have room at once, counted up to `limit`.
+
+    >>> nodes = [Node(name="a", resources={"GPU": 3}, labels={}), Node(name="b", resources={"GPU": 1}, labels={})]
+    >>> gang = Demand("gang", ({"GPU": 1},) * 2, {}, "strict-pack")
+    >>> places(gang, nodes, 10), places(Demand("gang", gang.bundles, {}, "pack"), nodes, 10)
+    (1, 2)
+    """
     eligible = [node for node in nodes if has_labels(node, demand)]
     if demand.placement == "strict-pack":
         return min(limit, sum(_times(demand.sum, node.resources) for node in eligible))
@@ -93,7 +99,11 @@ def has_labels(node: Node, demand: Demand) -> bool:
 
 
 def describe(demand: Demand) -> str:
-    """A sentence that says what the demand takes, and whether all on one node."""
+    """A sentence that says what the demand takes, and whether all on one node.
+
+    >>> describe(Demand("gang", ({"CPU": 1, "GPU": 1},) * 2, {}, "strict-pack"))
+    'a gang takes 2 CPU, 2 GPU of one node'
+    """
     if len(demand.bundles) == 1 or demand.placement == "strict-pack":
         where = "" if len(demand.bundles) == 1 else " of one node"
         return f"a {demand.part} takes {_amounts(demand.sum)}{where}"

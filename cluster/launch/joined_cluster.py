@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import ALL_ADDRESSES
-from ..edge.edge_limits import EdgeLimits
+from ..edge.edge_config import EdgeLimits
 from ..edge.haproxy import is_edge_program
 from ..edge.serve_variables import HUGE_PAGES, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
 from .cluster_nodes import CannotJoin, addresses_of_nodes
@@ -183,7 +183,7 @@ def _edge_of_nodes(limits: EdgeLimits) -> Callable[[], None]:
 
     def put_edge_in() -> None:
         try:
-            from ..edge.edge_limits import EdgeLimits
+            from ..edge.edge_config import EdgeLimits
             from ..edge.haproxy import offer_haproxy
         except ImportError:  # the check of the nodes reports it
             return

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from ..edge.edge_limits import EdgeLimits
+from ..edge.edge_config import EdgeLimits
 from ..edge.haproxy import write_haproxy
 from ..edge.serve_variables import (
     BINARY_VARIABLE,

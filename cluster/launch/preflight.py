@@ -16,10 +16,9 @@ from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import ModelSharding
 from ...workers.models.weights import open_checkpoint
 from ...workers.window_pages import kept_window, most_pages
-from ..byte_size import format_byte_size, shortest_byte_size
 from ..config import MotetConfig
 from ..replicas.disk_watch import full_disk_warning
-from ..settings.setting_field import ConfigError
+from ..settings.setting_field import ConfigError, format_byte_size, shortest_byte_size
 from .local_serve import check_port_is_free
 
 TRIAL_BYTES = 64 << 10

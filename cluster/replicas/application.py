@@ -51,6 +51,9 @@ def pod_ends(*, router_drain_s: float, drain_s: float, start_s: float) -> PodEnd
     Then its pods are terminated, as a single pod is when its node is drained, and finish their streams. Ray gives
     Serve the pod's deadline. Serve starts a replacement, and stops a replica when the replacement is up or when the
     replica's own drain would pass the deadline: with a shorter drain, before there is a replacement.
+
+    >>> pod_ends(router_drain_s=600, drain_s=5, start_s=60)
+    PodEnds(cluster_deletion_delay_s=630, node_drain_s=660, termination_grace_s=690)
     """
     node_drain_s = math.ceil(start_s + max(router_drain_s, gang_end_s(drain_s)))
     return PodEnds(
@@ -82,7 +85,7 @@ def build_application(
         # A process that dies is noticed at once; this is for an engine that stopped inside a living one.
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
-        graceful_shutdown_timeout_s=gang_end_s(config.timeouts.drain_s),
+        graceful_shutdown_timeout_s=gang_end_s(config.leader.drain_s),
         max_constructor_retry_count=MAX_FAILED_STARTS,
     )
     routers: Any = serve.deployment(

@@ -113,8 +113,6 @@ POLICY_SETTINGS = (
     "queued_tokens_per_gang",
     "max_tokens_per_step",  # the default of the former
     "pool_pressure",
-    "adapter_loads_per_s",
-    "scale_down_share",
     "scale_down_after_s",
     "scale_to_zero_after_s",
     "tenant_scaling_share",

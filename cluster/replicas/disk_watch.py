@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...adapters.ended_tasks import end_tasks
-from ..byte_size import format_byte_size
+from ..settings.setting_field import format_byte_size
 
 INTERVAL_S = 30.0
 ANSWER_S = 10.0  # after which a disk counts as one that cannot be read

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import ray
-from fastapi import FastAPI
 from prometheus_client.metrics_core import Metric
 from ray import serve
 from ray.serve._private.constants import RAY_SERVE_HAPROXY_SOCKET_PATH
 from ray.serve._private.direct_ingress_http_util import ASGIDIReceiveProxy
 from redis.asyncio import Redis
+from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...adapters.errors import RegistryUnavailable
@@ -35,7 +35,7 @@ from ...adapters.store.store import AdapterStore
 from ...adapters.upload import UploadLimits, UploadService
 from ...router.batches.batches import Batches
 from ...router.config import CurrentConfig
-from ...router.exposition.router_families import router_families
+from ...router.exposition.families import router_families
 from ...router.fleet.dispatch import FleetDispatcher
 from ...router.fleet.pin_keeper import PinKeeper
 from ...router.http.auth import OperatorKey
@@ -46,7 +46,7 @@ from ...router.rest_server import create_app
 from ...router.tenancy.quotas import Quotas
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
-from ...router.usage.usage import LEDGERS_PART, Usage
+from ...router.usage.usage import LEDGERS_PART, UsageService
 from ...router.usage.usage_rows import read_prices
 from ...router.versions.canary_book import CanaryBook, CanaryJudge
 from ...workers.models.config import ModelConfig
@@ -170,10 +170,7 @@ class RouterReplica:
             view,
             layouts=layouts,
             reserved=[config.serving.name],
-            limits=UploadLimits(
-                max_tensors_bytes=config.router.max_upload_bytes,
-                max_packed_bytes=config.router.max_adapter_packed_bytes,
-            ),
+            limits=UploadLimits(max_tensors_bytes=config.router.max_upload_bytes),
         )
         router = config.router
         text = await asyncio.to_thread(
@@ -315,7 +312,7 @@ class RouterReplica:
             self._is_up = True
             await self._replica_start.succeeded()
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
+    def __serve_build_asgi_app__(self) -> Starlette:
         """Serve's hook for the app of a replica."""
         return self._app
 
@@ -395,9 +392,9 @@ def _keys_of(secrets_path: Path | None) -> Sequence[tuple[str, str]] | None:
     return read_secrets(secrets_path).keys
 
 
-async def _make_usage(redis: Redis, config: MotetConfig) -> Usage:
+async def _make_usage(redis: Redis, config: MotetConfig) -> UsageService:
     limits = config.requests
-    return Usage(
+    return UsageService(
         redis,
         config.ledger_path,
         config.ledger_archive_path,

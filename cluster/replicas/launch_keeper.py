@@ -13,7 +13,7 @@ from msgspec import structs
 
 from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import KeyTaken, RegistryUnavailable
-from ...adapters.registry.launches import ExpiredLaunches, Launches, Rollout, Rollouts, StartReport, Starts
+from ...adapters.registry.launches import ApplicationRollout, ExpiredLaunches, Launches, Rollouts, StartReport, Starts
 from ...adapters.registry.registry import Registry
 from ..settings.setting_field import ConfigError
 from .replica_start import MAX_FAILED_STARTS
@@ -173,7 +173,7 @@ class RolloutKeeper:
             return
         if is_whole(application):
             if rollout is None or rollout.good != config or _is_configured_anew(rollout, application):
-                await self._rollouts.set(self._cluster, Rollout(good=config))
+                await self._rollouts.set(self._cluster, ApplicationRollout(good=config))
             return
         if rollout is None or rollout.good == config:
             return
@@ -189,7 +189,7 @@ class RolloutKeeper:
             return
         _log.error("rolling back to the earlier configuration, since gangs of the new one cannot start: %s", why)
         now = time.time()
-        await self._rollouts.set(self._cluster, Rollout(good=rollout.good, taken_back=why, came_back_at=now))
+        await self._rollouts.set(self._cluster, ApplicationRollout(good=rollout.good, taken_back=why, came_back_at=now))
         await asyncio.to_thread(self._serve.apply, with_application(latest, self._app, rollout.good), now)
 
     async def _keep_forever(self) -> None:
@@ -247,7 +247,7 @@ def why_not_whole(application: Mapping[str, Any], said: Mapping[str, str], faile
     return None
 
 
-def _is_configured_anew(rollout: Rollout, application: Mapping[str, Any]) -> bool:
+def _is_configured_anew(rollout: ApplicationRollout, application: Mapping[str, Any]) -> bool:
     """Whether the application was configured again since its earlier configuration came back."""
     return rollout.taken_back is not None and bool(application["last_deployed_time_s"] > rollout.came_back_at)
 
@@ -272,5 +272,9 @@ def num_failed_starts(message: str) -> int:
 
 
 def last_line(message: str) -> str:
-    """The last line of a replica's traceback, which is the error."""
+    """The last line of a replica's traceback, which is the error.
+
+    >>> last_line("Traceback:\\n  …\\nValueError: no such model\\n")
+    'ValueError: no such model'
+    """
     return next((line.strip() for line in reversed(message.splitlines()) if line.strip()), message)

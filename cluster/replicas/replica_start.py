@@ -22,8 +22,7 @@ from ...adapters.ended_tasks import end_tasks
 from ...adapters.errors import RegistryUnavailable
 from ...adapters.registry.launches import Kind, StartReport, Starts
 from ...adapters.registry.registry import connect
-from ...router.exposition.families import Families
-from ...router.exposition.router_families import FAILED_STARTS, WAITING_STARTS
+from ...router.exposition.families import FAILED_STARTS, WAITING_STARTS, Families
 from ..application.model_source import ModelUnavailable
 from ..exposition.node_page import ExpositionConfig, ProcessPage
 from ..launch_secrets import LaunchSecrets
@@ -169,7 +168,11 @@ Answer = TypeVar("Answer")
 
 
 def pause_s(num_failures: int) -> float:
-    """How long to wait after `num_failures` in a row."""
+    """How long to wait after `num_failures` in a row.
+
+    >>> [pause_s(num_failures) for num_failures in (1, 2, 3, 30)]
+    [1.0, 2.0, 4.0, 60.0]
+    """
     return min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(num_failures - 1, 30))
 
 

@@ -199,7 +199,12 @@ def placements_without_actor(app: str, deployment: str) -> Mapping[str, str]:
 
 
 def ownerless(table: Mapping[str, Mapping[str, Any]], living: Collection[str], prefix: str) -> Mapping[str, str]:
-    """Existing placement groups by id, from Ray's table, whose name begins so and is not an actor's."""
+    """Existing placement groups by id, from Ray's table, whose name begins so and is not an actor's.
+
+    >>> table = {"1": {"name": "gang#a", "state": "CREATED"}, "2": {"name": "gang#b", "state": "CREATED"}}
+    >>> ownerless(table, ["gang#a"], "gang#")
+    {'gang#b': '2'}
+    """
     return {
         entry["name"]: placement_id
         for placement_id, entry in table.items()

@@ -15,8 +15,6 @@ from .setting_field import (
     Count,
     CountOrNone,
     Folder,
-    PositiveAmount,
-    PositiveSeconds,
     Refusal,
     Seconds,
     Setting,
@@ -114,13 +112,6 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             unset="what prompts that fill the context can take: 32 bytes a token and 256 KiB, at most 16 MiB",
         ),
     ] = None
-    max_held_body_bytes: Annotated[
-        Bytes,
-        Setting(
-            "JSON bodies that a router holds until they are decoded; a tenant may take a fourth of it.",
-            "live",
-        ),
-    ] = 128 << 20
     max_sequences_per_request: Annotated[
         Count,
         Setting(
@@ -190,18 +181,6 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         ),
     ] = ""
     max_upload_bytes: Annotated[Bytes, Setting("Largest adapter_model.safetensors that is accepted.", "live")] = 2 << 30
-    max_adapter_packed_bytes: Annotated[
-        Bytes | None,
-        Setting(
-            "Most that an adapter may take packed, in a gang's memory and on disk: more than its file where ranks "
-            "differ between layers.",
-            "live",
-            unset="twice --max-upload-bytes",
-        ),
-    ] = None
-    max_file_bytes: Annotated[
-        Bytes, Setting("Largest file of lines for a batch that is accepted.", "live", live_in="router")
-    ] = 200 << 20
     file_days: Annotated[
         Count,
         Setting("Days after which files, and batches that have ended, are removed.", "live", live_in="router"),
@@ -215,30 +194,10 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             live_in="router",
         ),
     ] = 0
-    max_stored_responses: Annotated[
-        Count, Setting("Responses that a tenant may have stored at once.", "live", live_in="router")
-    ] = 20_000
     max_batch_lines: Annotated[
         Count,
         Setting("Lines of batches that a router has under way at once, shared by tenants.", "live", live_in="router"),
     ] = 32
-    max_open_uploads: Annotated[
-        Count, Setting("Uploads that a router receives at once; more wait their turn unread.", "live")
-    ] = 8
-    max_tenant_uploads: Annotated[
-        Count, Setting("Of these, uploads of one tenant; more of it wait their turn unread.", "live")
-    ] = 2
-    upload_idle_s: Annotated[
-        PositiveSeconds,
-        Setting("An upload that sends nothing for this time is ended.", "live", live_in="router"),
-    ] = 60.0
-    upload_bytes_per_s: Annotated[
-        PositiveAmount,
-        Setting("Lowest average speed of an upload; slower ones are ended.", "live", live_in="router"),
-    ] = 64 << 10
-    upload_deadline_s: Annotated[
-        PositiveSeconds, Setting("Most time that an upload may take.", "live", live_in="router")
-    ] = 3600.0
     min_free_bytes: Annotated[BytesOrNone, Setting("Disk that uploads leave to the registry and the logs.", "live")] = (
         256 << 20
     )
@@ -282,63 +241,7 @@ class Timeouts(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "live",
         ),
     ] = 600.0
-    drain_s: Annotated[
-        Seconds,
-        Setting("How long a gang that stops continues its sequences before it hands them over.", "live"),
-    ] = 5.0
     router_drain_s: Annotated[
         Seconds,
         Setting("How long a router that stops continues its requests; then its clients' streams break.", "live"),
     ] = 600.0
-    orphan_s: Annotated[
-        Seconds,
-        Setting(
-            "How long a gang continues the sequences of a lost router: long enough to replace a router.",
-            "live",
-            live_in="gang",
-            flags=("orphan-life",),
-        ),
-    ] = 60.0
-    finished_s: Annotated[
-        Seconds,
-        Setting(
-            "How long a gang keeps an ended sequence for a client that reconnects.",
-            "live",
-            live_in="gang",
-            flags=("finished-life",),
-        ),
-    ] = 10.0
-    max_finished: Annotated[
-        CountOrNone, Setting("Ended sequences that a gang keeps at most.", "live", live_in="gang")
-    ] = 1024
-    max_finished_values: Annotated[
-        CountOrNone,
-        Setting("Tokens and log-probabilities of ended sequences that a gang keeps at most.", "live", live_in="gang"),
-    ] = 4 << 20
-    step_deadline_s: Annotated[
-        PositiveSeconds,
-        Setting(
-            "A worker that takes longer for a step counts as hung, and its gang is replaced. It counts earlier if it "
-            "takes 20 times as long as for any earlier step, and 30 seconds.",
-            "live",
-        ),
-    ] = 120.0
-    store_deadline_s: Annotated[
-        PositiveSeconds,
-        Setting(
-            "The most time to read an adapter from the data folder. Then its sequences continue at another gang, or "
-            "retry a few times.",
-            "live",
-        ),
-    ] = 15.0
-    start_deadline_s: Annotated[
-        PositiveSeconds,
-        Setting("The most time for the workers of a gang to start, before they load the model.", "live"),
-    ] = 300.0
-    ready_interval_s: Annotated[
-        PositiveSeconds,
-        Setting("How long /ready assumes after a served token that another can be served.", "live", live_in="router"),
-    ] = 5.0
-    ready_timeout_s: Annotated[
-        PositiveSeconds, Setting("How long /ready waits for its test token.", "live", live_in="router")
-    ] = 10.0

@@ -16,7 +16,6 @@ from .setting_field import (
     Count,
     CountOrNone,
     Pairs,
-    PositiveAmount,
     PositiveSeconds,
     Refusal,
     Seconds,
@@ -79,15 +78,6 @@ class Batching(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Count,
         Setting("Sequences that wait for their first token in one gang; more are refused.", "live", live_in="gang"),
     ] = 4096
-    max_waiting_tokens: Annotated[
-        Count,
-        Setting(
-            "Prompt tokens of all sequences that wait in one gang for their first token; more are refused. A single "
-            "sequence may always wait.",
-            "live",
-            live_in="gang",
-        ),
-    ] = 4 << 20
     tenant_queue_share: Annotated[
         Share,
         Setting(
@@ -315,18 +305,6 @@ class Scaling(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             "live",
         ),
     ] = 0.8
-    adapter_loads_per_s: Annotated[
-        PositiveAmount,
-        Setting("Adapters that a gang may load into its full pool each second before another gang is started.", "live"),
-    ] = 4.0
-    scale_down_share: Annotated[
-        Share,
-        Setting(
-            "Gangs are stopped only if the others would stay below this share of --queued-tokens-per-gang, "
-            "--pool-pressure and --adapter-loads-per-s.",
-            "live",
-        ),
-    ] = 0.7
     scale_down_after_s: Annotated[
         Seconds, Setting("Gangs stop when fewer would have been enough for this time.", "live")
     ] = 60.0

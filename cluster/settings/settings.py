@@ -1,9 +1,10 @@
 """All settings of motet: the one place for their names, types, bounds and defaults.
 
-The options of `motet serve` and their help (`flags.py`), the keys of its file, the rule of updates,
-docs/settings.md (`settings_page.py`) and every check of a single value are derived from here. A part's own config
-dataclass repeats no default and no bound: `cluster/config.py` fills it, field by field, with the settings of the same
-names. What must hold between two settings is checked in the part's config or in `cluster/config.py`.
+The options of `motet serve` and their help (`commands/serve_command.py`), the keys of its file, the rule of updates,
+docs/settings.md (`tests/rigs/made_settings_page.py`) and every check of a single value are derived from here. A
+part's own config dataclass repeats no default and no bound: `cluster/config.py` fills it, field by field, with the
+settings of the same names. What must hold between two settings is checked in the part's config or in
+`cluster/config.py`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,46 @@ def _by_group(schema: type[Settings], values: dict[str, Any]) -> tuple[dict[str,
     for name, value in values.items():
         (by_group.setdefault(groups[name], {}) if name in groups else other_fields)[name] = value
     return by_group, other_fields
+
+
+# What was a setting and is a constant, by its key: no operator had a reason for another value. One release still takes
+# the key, with a warning. The values are defaults of parts' own configs.
+
+CONSTANT_SINCE = "0.1.0"
+CONSTANTS = {
+    "adapter-loads-per-s": "4",
+    "drain": "5 s",
+    "finished-life": "10 s",
+    "max-adapter-packed-bytes": "twice --max-upload-bytes",
+    "max-file-bytes": "200MiB",
+    "max-finished": "1024",
+    "max-finished-values": "4194304",
+    "max-held-body-bytes": "128MiB",
+    "max-open-uploads": "8",
+    "max-stored-responses": "20000",
+    "max-tenant-uploads": "2",
+    "max-waiting-tokens": "4194304",
+    "orphan-life": "60 s",
+    "ready-interval": "5 s",
+    "ready-timeout": "10 s",
+    "scale-down-share": "0.7",
+    "start-deadline": "300 s",
+    "step-deadline": "120 s",
+    "store-deadline": "15 s",
+    "upload-bytes-per-s": "65536",
+    "upload-deadline": "3600 s",
+    "upload-idle": "60 s",
+}
+
+
+def constant_warning(key: str) -> str | None:
+    """What is said of a key that was a setting; None: it was none.
+
+    >>> constant_warning("drain")
+    'setting drain is a constant since 0.1.0: 5 s; remove it'
+    """
+    value = CONSTANTS.get(key)
+    return None if value is None else f"setting {key} is a constant since {CONSTANT_SINCE}: {value}; remove it"
 
 
 # Which settings a running motet may change, and in which way.

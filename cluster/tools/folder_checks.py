@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..byte_size import format_byte_size
-from .finding import Finding, error, ok, warning
+from ..settings.setting_field import format_byte_size
+from .machine_checks import Finding, error, ok, warning
 
 # Checks the folder of secrets: its files and their permissions. Their contents are neither kept nor shown.
 

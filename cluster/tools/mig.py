@@ -135,7 +135,14 @@ def placement_of(mix: Counter[Profile]) -> Placement | None:
 
 
 def placement_text(placement: Placement) -> str:
-    """Profiles in order, each with the memory slice where it begins."""
+    """Profiles in order, each with the memory slice where it begins.
+
+    >>> small, *_, whole = MIG_GPUS["H200"].profiles
+    >>> placement_text(placement_of(Counter({small: 2})))
+    '1g.18gb at 0, 1g.18gb at 1'
+    >>> placement_of(Counter({small: 1, whole: 1})) is None
+    True
+    """
     return ", ".join(f"{profile.name} at {start}" for profile, start in placement)
 
 
@@ -148,7 +155,7 @@ EFFICIENCY = 0.35
 
 
 @dataclass(frozen=True)
-class Demand:
+class ModelDemand:
     """A model and its load. Sizes in bytes and floating-point operations of one token."""
 
     name: str
@@ -164,10 +171,10 @@ class Demand:
             raise ValueError(f"{self.name}: users, context and objective_s are above 0")
 
     @staticmethod
-    def of(name: str, model: ModelConfig, users: int, context: int, objective_s: float = 0.05) -> Demand:
+    def of(name: str, model: ModelConfig, users: int, context: int, objective_s: float = 0.05) -> ModelDemand:
         size = model_size(model)
         kv_bytes = kv_bytes_of_a_token(model)
-        return Demand(name, size.weights_bytes(), kv_bytes, size.flops_of_a_token, users, context, objective_s)
+        return ModelDemand(name, size.weights_bytes(), kv_bytes, size.flops_of_a_token, users, context, objective_s)
 
     def token_s(self, device: Device, users: int) -> float:
         """The lower bound of a step's time with this number of sequences: for reading weights and KV, or computing."""
@@ -201,7 +208,7 @@ class Plan:
     at_least: int  # GPUs that any packing of these slices needs
 
 
-def plan(demands: Sequence[Demand], gpu: MigGpu, efficiency: float = EFFICIENCY) -> Plan:
+def plan(demands: Sequence[ModelDemand], gpu: MigGpu, efficiency: float = EFFICIENCY) -> Plan:
     """Raises ValueError for a model that no profile can serve."""
     names = [demand.name for demand in demands]
     if len(set(names)) < len(names):
@@ -213,7 +220,7 @@ def plan(demands: Sequence[Demand], gpu: MigGpu, efficiency: float = EFFICIENCY)
     return Plan(gangs, pack(slices, gpu), fewest_gpus(slices, gpu))
 
 
-def choose(demand: Demand, gpu: MigGpu, efficiency: float = EFFICIENCY) -> Gangs:
+def choose(demand: ModelDemand, gpu: MigGpu, efficiency: float = EFFICIENCY) -> Gangs:
     """The profile that takes the least of GPUs for all users of a model; of equals the one with fewest gangs."""
     best: tuple[float, int, Gangs] | None = None
     for profile in gpu.profiles:

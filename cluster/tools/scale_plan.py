@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from .file_problems import IMPORT_PATH, POLICY
-from .kuberay_rules import Manifest
+from .file_problems import IMPORT_PATH, POLICY, Manifest
 
 ROUTERS = "routers"  # the group of pods of routers
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 
-from ..edge.edge_limits import EdgeLimits, limits_of_environment
+from ..edge.edge_config import EdgeLimits, limits_of_environment
 from ..edge.haproxy import is_edge_program
 from ..edge.serve_variables import BINARY_VARIABLE, LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
-from .finding import Finding, error, ok, warning
+from .machine_checks import Finding, error, ok, warning
 
 # Checks that motet's port is free, or finds the process that listens there.
 

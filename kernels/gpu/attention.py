@@ -80,7 +80,7 @@ class _Launch:
 
 
 class TritonAttention:
-    """`attention.WriteKV` and `attention.PagedAttention`.
+    """`attention.KVWriter` and `attention.PagedAttention`.
 
     In a batch of decodes a row with a negative position is padding: nothing is written for it, and its result is zero.
     A launch for decodes alone depends on the batch's tensors and their shapes, not on its lists, so that a CUDA graph
@@ -100,7 +100,7 @@ class TritonAttention:
         kv: torch.Tensor | Float8KV,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """See `attention.WriteKV`."""
+        """See `attention.KVWriter`."""
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
         kv, scales = _parts(kv)

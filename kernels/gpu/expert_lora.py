@@ -1,4 +1,4 @@
-"""Adapters of experts in Triton, the host side. The device side is `expert_lora_device.py`."""
+"""Adapters of experts in Triton, the host side. The device side is `experts_device.py`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..experts import ExpertGroups
 from ..lora import LoraBatch, LoraGeometry, LoraSegment, PagedAdapter
 from ..plain.expert_lora import HostExpertLora, HostExpertLoraBatch
 from ..staging import staged
-from .expert_lora_device import pair_tiles_kernel
 from .experts import TritonGroups
+from .experts_device import pair_tiles_kernel
 from .lora import LEAST_TILE, TritonLora, TritonLoraBatch, copy_to_front, ranks_of, tile_rows_of, tile_width
 
 

@@ -45,7 +45,7 @@ class HostBatch:
 
 
 class NativeAttention:
-    """`attention.WriteKV` and `attention.PagedAttention` of one dtype."""
+    """`attention.KVWriter` and `attention.PagedAttention` of one dtype."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
@@ -63,7 +63,7 @@ class NativeAttention:
         kv: torch.Tensor,
         batch: AttentionBatch,
     ) -> torch.Tensor:
-        """See `attention.WriteKV`."""
+        """See `attention.KVWriter`."""
         self._check(q, k, v, kv)
         host, turned = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         strides = (stride for x in (q, k, v) for stride in x.stride()[:2])

@@ -18,7 +18,7 @@ def write_kv(
     kv: torch.Tensor,
     batch: AttentionBatch,
 ) -> torch.Tensor:
-    """See `attention.WriteKV`."""
+    """See `attention.KVWriter`."""
     cos, sin = rotary[batch.positions].unbind(1)  # [num_rows, head_dim // 2] each
     kv[batch.row_pages, 0, batch.row_slots] = rotated(k, cos, sin).to(k.dtype)
     kv[batch.row_pages, 1, batch.row_slots] = v

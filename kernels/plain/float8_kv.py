@@ -21,7 +21,7 @@ def write_kv(
     kv: Float8KV,
     batch: AttentionBatch,
 ) -> torch.Tensor:
-    """See `attention.WriteKV`. K is quantised as it comes from its rotation, in float32."""
+    """See `attention.KVWriter`. K is quantised as it comes from its rotation, in float32."""
     cos, sin = rotary[batch.positions].unbind(1)
     for side, x in enumerate((rotated(k, cos, sin), v)):
         values, scales = _QUANTISE(x.flatten(0, 1))

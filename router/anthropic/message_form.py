@@ -20,8 +20,8 @@ from ..openai.answer_form import Spoken, named_event, spoken_in
 from ..openai.answer_schema import CalledToolDelta
 from ..openai.chat_answer import AnswerHead, ChatAnswer
 from ..text.response_reader import TextPiece
-from . import message_schema as schema
-from .message_schema import MessageEvent
+from . import message_chat as schema
+from .message_chat import MessageEvent
 
 _encode: Final = msgspec.json.Encoder().encode
 _Kind = type[schema.TextBlock] | type[schema.ThinkingBlock] | type[schema.ToolUseBlock]

@@ -21,9 +21,7 @@ from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import KeyRecord, StorageBound, storage_bounds
 from ..metrics import Metrics, PauseReason
 from ..uploads.adapters_api import DISK_FULL
-from .batch_input import InputCheck, Line, LineReader, digest_of
-from .batch_results import EXPIRED, BatchResults, LineError, Result
-from .file_store import FileStore
+from .batch_files import EXPIRED, BatchResults, FileStore, InputCheck, Line, LineError, LineReader, Result, digest_of
 from .line_call import LineAnswer, LineCaller
 from .schema import BatchPace
 

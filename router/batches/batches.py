@@ -28,11 +28,10 @@ from ..config import CurrentConfig
 from ..http.route import RouteSpec, routes_of
 from ..metrics import Metrics
 from ..tenancy.quotas import Quotas
+from .batch_files import FileStore
 from .batch_runner import BatchRunner
 from .batches_api import BatchesApi, FilesApi
-from .file_store import FileStore
-from .line_authenticator import LineAuthenticator
-from .line_call import LineCaller, LineRoom
+from .line_call import LineAuthenticator, LineCaller, LineRoom
 from .schema import BatchPace
 from .stored_responses import ResponsesApi, StoredResponses
 

@@ -26,7 +26,7 @@ from ..http.route import route
 from ..tenancy.quotas import Quotas
 from ..uploads.adapters_api import DISK_FULL, MAX_WAITING_UPLOADS, too_many_uploads
 from ..uploads.upload_form import FormReader, UploadSpool, declared_bytes
-from .file_store import FileContent, FileStore
+from .batch_files import FileContent, FileStore
 from .schema import (
     ORDER_QUERY,
     Batch,

@@ -1,22 +1,71 @@
-"""One line of a batch, sent as a client would: the same route, with all that it checks, charges and counts."""
+"""One line of a batch, sent as a client would: the same route, with all that it checks, charges and counts.
+
+It is authenticated as the key or the token that made the batch is now.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import secrets
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import msgspec
-from starlette.types import ASGIApp, Message, Scope
+from msgspec import structs
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message
+from starlette.types import Scope as AsgiScope
 
 from ...adapters.registry.batches.records import BatchRecord
+from ...adapters.registry.registry_view import RegistryView
+from ...adapters.registry.tenants.records import KeyRecord, Scope
+from ..http.auth import Identity, admitted
+from ..http.errors import unknown_key
 from ..http.request_id import REQUEST_ID_HEADER
-from .batch_input import Line
-from .batch_results import LineError, Response, Result
-from .line_authenticator import scope_of
+from .batch_files import Line, LineError, LineResponse, Result
+
+_BATCH: Final = "motet.batch"  # in a line's scope, which no client makes
+
+
+def scope_of(batch: BatchRecord) -> AsgiScope:
+    """What a line's scope has for `LineAuthenticator`."""
+    return {_BATCH: batch}
+
+
+def is_line(scope: AsgiScope) -> bool:
+    """Whether the request is a line of a batch."""
+    return _BATCH in scope
+
+
+class LineAuthenticator:
+    def __init__(self, view: RegistryView, clock: Callable[[], float] = time.time) -> None:
+        self._view, self._clock = view, clock
+
+    def identify(self, request: Request, scope: Scope) -> Identity:
+        """As `Authenticator.identify`; the line yields to all other work of its tenant and of others."""
+        batch: BatchRecord = request.scope[_BATCH]
+        identity = admitted(request, self._view, self._key_of(batch), batch.subject, scope, self._clock())
+        if identity.tenant.incarnation != batch.incarnation:
+            raise unknown_key()
+        background = structs.replace(identity.tenant, is_background=True)
+        return replace(identity, tenant=background)
+
+    def check_operator(self, request: Request) -> None:
+        raise unknown_key()
+
+    def _key_of(self, batch: BatchRecord) -> KeyRecord | None:
+        """A token counts as long as its batch: it was good when that was made."""
+        if batch.token is not None:
+            if not self._view.keys.has_tenant(batch.tenant):
+                return None
+            return structs.replace(batch.token, expires_at=None)
+        entry = self._view.keys.key_with_id(batch.key_id)
+        return entry[1] if entry is not None and entry[1].tenant == batch.tenant else None
+
 
 # Room for the answers of batches' lines in a router's memory: a line begins when its whole answer has room.
 #
@@ -96,12 +145,12 @@ class ReservedRoom:
             self._room.give_back(self._tenant, num_bytes)
 
 
-def with_room(room: ReservedRoom) -> Scope:
+def with_room(room: ReservedRoom) -> AsgiScope:
     """What a line's scope has for `room_of`."""
     return {_ROOM: room}
 
 
-def room_of(scope: Scope) -> ReservedRoom | None:
+def room_of(scope: AsgiScope) -> ReservedRoom | None:
     """The room of a batch's line; None: the request is none."""
     room: ReservedRoom | None = scope.get(_ROOM)
     return room
@@ -139,7 +188,7 @@ class LineCaller:
             "content-length": str(len(bytes(line.body))),
             REQUEST_ID_HEADER: request_id,
         }
-        scope: Scope = {
+        scope: AsgiScope = {
             "type": "http",
             "http_version": "1.1",
             "method": "POST",
@@ -202,7 +251,7 @@ def _line_answer(line: Line, request_id: str, answer: _Answer, room: ReservedRoo
     if b"\n" in body:  # which ends a line of the results
         body = msgspec.json.format(body, indent=-1)
     checked = msgspec.json.decode(body, type=msgspec.Raw)
-    result = Result(custom_id=line.custom_id, response=Response(answer.status_code, request_id, checked))
+    result = Result(custom_id=line.custom_id, response=LineResponse(answer.status_code, request_id, checked))
     if answer.status_code == 200:
         return LineAnswer(result, None, "", room)
     code = msgspec.json.decode(body, type=_Error).error.code or ""

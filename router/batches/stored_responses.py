@@ -29,10 +29,10 @@ from ..http.errors import ApiError, NoSuchResponse, from_adapter_error, insuffic
 from ..http.list_page import PAGE_QUERY, list_answer, page_request
 from ..http.route import route
 from ..http.stream_position import parse_response_id
+from ..responses.response_chat import input_page
 from ..responses.response_schema import DeletedResponse, InputItemList, Response
-from ..responses.stored_items import input_page
 from ..uploads.adapters_api import DISK_FULL
-from .file_store import FileContent, FileStore
+from .batch_files import FileContent, FileStore
 from .schema import ORDER_QUERY, requested_order, sees
 
 MAX_RECALLED: Final = 256  # responses that one request refers to

@@ -11,10 +11,15 @@ from typing import Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from ..anthropic.message_chat import counted_chat, message_chat
-from ..anthropic.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
-from ..embeddings.embedding_prompts import embedding_prompts
-from ..embeddings.embedding_schema import EmbeddingPrompts, EmbeddingsRequest
+from ..anthropic.message_chat import (
+    CountedChat,
+    CountTokensRequest,
+    MessageChat,
+    MessagesRequest,
+    counted_chat,
+    message_chat,
+)
+from ..embeddings import EmbeddingPrompts, EmbeddingsRequest, embedding_prompts
 from ..grammars.response_format import FORM_FIELDS
 from ..http.errors import ApiError, invalid_value, unsupported
 from ..http.json_body import decode, unknown_fields
@@ -204,6 +209,11 @@ def max_body_bytes(context: int | None, num_prompts: int, configured_bytes: int 
 
     `context`: of the model, in tokens; None: it is not known yet. `configured_bytes`: the operator's own limit, which
     replaces this.
+
+    >>> max_body_bytes(8192, 1, None)
+    524288
+    >>> max_body_bytes(8192, 1, 1000)
+    1000
     """
     if configured_bytes is not None:
         return configured_bytes

@@ -33,7 +33,14 @@ class QueueUse:
 
 
 def tenant_to_preempt(tenant: str, weight: float, uses: Mapping[str, QueueUse]) -> str | None:
-    """The tenant that loses a place to `tenant`, which wants one more; None: no tenant has more than it would have."""
+    """The tenant that loses a place to `tenant`, which wants one more; None: no tenant has more than it would have.
+
+    >>> uses = {"acme": QueueUse(num=6), "zoo": QueueUse(num=9, weight=3.0)}
+    >>> tenant_to_preempt("new", 1.0, uses)
+    'acme'
+    >>> tenant_to_preempt("acme", 1.0, uses) is None
+    True
+    """
     highest = _load(tenant, weight, uses)
     victim: str | None = None
     for other, use in uses.items():
@@ -46,6 +53,10 @@ def is_in_share(tenant: str, weight: float, uses: Mapping[str, QueueUse], num_pl
     """Whether the tenant has no more than its share of `num_places` once it has one more.
 
     It shares them by weight with the tenants that have any. Each may have one.
+
+    >>> uses = {"acme": QueueUse(num=4), "zoo": QueueUse(num=3)}
+    >>> is_in_share("acme", 1.0, uses, num_places=8), is_in_share("acme", 3.0, uses, num_places=8)
+    (False, True)
     """
     total = weight + sum(use.weight for other, use in uses.items() if other != tenant)
     return _load(tenant, weight, uses) * weight <= max(1.0, num_places * weight / total)

@@ -50,7 +50,7 @@ _WIDE_ROW: Final = re.compile(r"Current row has (\d+) items; max is (\d+)")
 _REGEX_ERROR: Final = re.compile(r"^error: (.*)$", re.MULTILINE)
 
 
-class Question(msgspec.Struct, frozen=True):
+class GrammarQuestion(msgspec.Struct, frozen=True):
     """In a frame before that of the wanted grammar."""
 
     vocab_size: int
@@ -155,7 +155,7 @@ def _in_words(error: str) -> str:
     return f"{first[:_MAX_PROBLEM_CHARS].rstrip('.')}."
 
 
-def _verdict(trial: GrammarTrial, question: Question, grammar: bytes) -> Verdict:
+def _verdict(trial: GrammarTrial, question: GrammarQuestion, grammar: bytes) -> Verdict:
     try:
         lark = lark_text(msgspec.msgpack.decode(grammar, type=WantedGrammar), question.special_ids)
     except RecursionError:
@@ -170,7 +170,7 @@ def _verdict(trial: GrammarTrial, question: Question, grammar: bytes) -> Verdict
     return Verdict(problem=problem) if problem else Verdict(lark)
 
 
-def _answer(trial: GrammarTrial, question: Question, grammar: bytes) -> list[bytes]:
+def _answer(trial: GrammarTrial, question: GrammarQuestion, grammar: bytes) -> list[bytes]:
     """The verdict, by a process that the grammar may end, and the seconds of CPU that it took."""
     source, sink = os.pipe()
     child = os.fork()
@@ -201,7 +201,7 @@ def _answer(trial: GrammarTrial, question: Question, grammar: bytes) -> list[byt
 def main(source: IO[bytes], sink: IO[bytes]) -> None:
     yield_to_others(NICENESS)
     bound_memory(MOST_BYTES)
-    trial, decoder = GrammarTrial(), msgspec.msgpack.Decoder(Question)
+    trial, decoder = GrammarTrial(), msgspec.msgpack.Decoder(GrammarQuestion)
     while frames := read_frames(source):
         question, grammar = decoder.decode(frames[0]), frames[1]
         trial.prepare(question.vocab_size)

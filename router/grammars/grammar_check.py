@@ -18,7 +18,7 @@ import msgspec
 from ...adapters.processes.child_processes import ChildProcesses
 from ...adapters.tenant_places import TenantPlaces
 from ..http.errors import RETRY_AFTER_S, ApiError, invalid_value, unavailable
-from .check_process import MAX_GRAMMAR_BYTES, Question, Verdict
+from .check_process import MAX_GRAMMAR_BYTES, GrammarQuestion, Verdict
 from .response_format import WantedGrammar
 
 # How much of a processor each tenant may take, and how long it rests after it has taken more.
@@ -168,12 +168,12 @@ class GrammarCheck:
             if may_wait:
                 await places.enter_async_context(self._waiting_places.of(tenant))
             await places.enter_async_context(self._places.of(tenant))
-            verdict, cpu_s = await self._run(Question(vocab_size, self._special_ids, may_wait), data)
+            verdict, cpu_s = await self._run(GrammarQuestion(vocab_size, self._special_ids, may_wait), data)
             turn.rest_s = self._shares.rest_s(tenant, cpu_s)
         self.cache.put(tenant, digest, verdict)
         return verdict
 
-    async def _run(self, question: Question, data: bytes) -> tuple[Verdict, float]:
+    async def _run(self, question: GrammarQuestion, data: bytes) -> tuple[Verdict, float]:
         """The verdict, and the seconds of CPU that it took."""
 
         def read(frames: list[bytes]) -> tuple[Verdict, float]:

@@ -36,12 +36,21 @@ def quoted(text: str) -> str:
 
 
 def any_of(texts: list[str]) -> str:
-    """A whole grammar: one of the texts. They are one terminal, as one rule for each would take quadratic time."""
+    """A whole grammar: one of the texts. They are one terminal, as one rule for each would take quadratic time.
+
+    >>> print(any_of(["yes", "no"]))
+    start: CHOICE
+    CHOICE: "yes" | "no"
+    """
     return "start: CHOICE\nCHOICE: " + " | ".join(map(quoted, texts))
 
 
 def regular_expression(pattern: str) -> str:
-    """What matches all of it."""
+    """What matches all of it.
+
+    >>> print(regular_expression("[a-z]+/[0-9]{2}"))
+    /[a-z]+\\/[0-9]{2}/
+    """
     return f"/{regex_to_lark(pattern)}/" if pattern else '""'
 
 
@@ -49,6 +58,9 @@ def json_value(schema: dict[str, Any] | bool, spaces: str | None) -> str:
     """JSON that fits the schema. Raises ValueError for a schema that sets llguidance's own options.
 
     `spaces`: one run of white space, as a regular expression; None: there is none.
+
+    >>> print(json_value({"type": "integer"}, None))
+    %json {"type":"integer","x-guidance":{"whitespace_flexible":false}}
     """
     if schema is False:
         raise ValueError("no value fits the schema false.")
@@ -105,7 +117,11 @@ def clients_lark(grammar: str, special_ids: Mapping[str, int]) -> str:
 
 
 def text_with_tokens(text: str, special_ids: Mapping[str, int]) -> str:
-    """A text in which the names of special tokens stand for these tokens."""
+    """A text in which the names of special tokens stand for these tokens.
+
+    >>> print(text_with_tokens("<think>so", {"<think>": 7}))
+    <[7]> "so"
+    """
     names = sorted(filter(text.__contains__, special_ids), key=len, reverse=True)
     if not names:
         return quoted(text)

@@ -53,7 +53,13 @@ def is_gbnf(grammar: str) -> bool:
 
 
 def lark_of_gbnf(grammar: str) -> str:
-    """The grammar in Lark. Raises ValueError with the problem and its line."""
+    """The grammar in Lark. Raises ValueError with the problem and its line.
+
+    >>> print(lark_of_gbnf('root ::= "yes" | "no" num? # a comment\\nnum ::= [0-9]+'))
+    start: R0
+    R0: "yes" | "no" R1?
+    R1: /[\\x{30}-\\x{39}]/+
+    """
     return _Converter(grammar).lark()
 
 

@@ -145,7 +145,11 @@ def _unknown(value: Raw, names: _Names, where: str) -> Iterator[str]:
 
 
 def warning_header(names: Sequence[str]) -> tuple[bytes, bytes]:
-    """The warning header for these ignored fields; it lists some of very many."""
+    """The warning header for these ignored fields; it lists some of very many.
+
+    >>> warning_header(["logit_bias", "tools[0]"])
+    (b'x-motet-warning', b'ignored fields: logit_bias, tools[0]')
+    """
     parts = [_UNSAFE.sub("?", name[:_MOST_CHARS]) for name in names[:MOST_NAMES]]
     more = ", ..." if len(names) > MOST_NAMES else ""
     return WARNING_HEADER, f"ignored fields: {', '.join(parts)}{more}".encode("ascii")

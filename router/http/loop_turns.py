@@ -146,8 +146,8 @@ class LoopTurns:
 class TenantTurns:
     """A tenant's part of the loop's time. `LoopTurns` owns what is written here.
 
-    >>> if not turns.begin():
-    ...     await turns.wait()
+    if not turns.begin():
+        await turns.wait()
     """
 
     __slots__ = ("__weakref__", "_turns", "mean_s", "recent_s", "seen_at", "tenant", "value", "waiting", "weight")

@@ -46,7 +46,12 @@ class EventSealer:
 
 
 def is_sealed(seal: str, keys: Sequence[bytes], tenant: str, response_id: str, position: str) -> bool:
-    """Whether a router with any of these keys made the seal."""
+    """Whether a router with any of these keys made the seal.
+
+    >>> seal = EventSealer(b"key", "acme", "cmpl-1").seal("5")
+    >>> is_sealed(seal, [b"another", b"key"], "acme", "cmpl-1", "5"), is_sealed(seal, [b"key"], "zoo", "cmpl-1", "5")
+    (True, False)
+    """
     seals = [EventSealer(key, tenant, response_id).seal(position) for key in keys]
     return any(hmac.compare_digest(valid_seal, seal) for valid_seal in seals)
 
@@ -80,7 +85,14 @@ def new_response_id(prefix: str, created: int, fingerprint: bytes) -> ResponseId
 
 
 def parse_response_id(text: str) -> ResponseId | None:
-    """The id in `text`; None: no router of motet made it."""
+    """The id in `text`; None: no router of motet made it.
+
+    >>> response_id = new_response_id("chatcmpl-", 1_700_000_000, fingerprint_of("prompt", 7))
+    >>> parse_response_id(str(response_id)) == response_id
+    True
+    >>> parse_response_id("chatcmpl-of-another-server") is None
+    True
+    """
     match = _FORM.fullmatch(text)
     if match is None:
         return None

@@ -32,7 +32,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 
 @dataclass
-class Place:
+class ItemPosition:
     """Where an item is in its response."""
 
     numbers: Iterator[int]  # of all events of the response
@@ -48,7 +48,7 @@ class Place:
 
 
 class GrowingItem(Protocol):
-    place: Place
+    place: ItemPosition
 
     def item(self, status: ItemStatus) -> OutputItem:
         """The item so far; it is empty while it is in progress."""
@@ -62,7 +62,7 @@ class GrowingItem(Protocol):
 
 @dataclass
 class GrowingMessage:
-    place: Place
+    place: ItemPosition
     texts: list[str] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)  # JSON; encoding that of thousands of tokens at once takes long
 
@@ -89,7 +89,7 @@ class GrowingMessage:
 
 @dataclass
 class GrowingReasoning:
-    place: Place
+    place: ItemPosition
     texts: list[str] = field(default_factory=list)
 
     def item(self, status: ItemStatus) -> schema.ReasoningItem:
@@ -112,7 +112,7 @@ class GrowingReasoning:
 
 @dataclass
 class GrowingCall:
-    place: Place
+    place: ItemPosition
     call_id: str
     name: str
     pieces: list[str] = field(default_factory=list)
@@ -258,9 +258,9 @@ class ResponseForm:
             self._done.append(item.item(status))
             yield schema.ItemDone(**item.place.of_item(), item=self._done[-1])
 
-    def _place(self, prefix: str) -> Place:
+    def _place(self, prefix: str) -> ItemPosition:
         index = len(self._done) + (self._growing is not None)
-        return Place(self._numbers, index, f"{prefix}_{self._head.id.partition('_')[2]}_{index}")
+        return ItemPosition(self._numbers, index, f"{prefix}_{self._head.id.partition('_')[2]}_{index}")
 
     def _ended(self, usage: Usage) -> schema.Response:
         """The whole response; made once, so what is sent is what is stored."""

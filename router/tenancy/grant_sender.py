@@ -24,7 +24,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from ...adapters.ended_tasks import end_tasks
 from ..metrics import QuotaCall
-from .grants import EXCHANGE, REPORT_INTERVAL_US, Grant, Message, Waiter
+from .grants import EXCHANGE, REPORT_INTERVAL_US, Grant, GrantMessage, Waiter
 
 RETRY_S: Final = 0.5  # between tries of a grant that has no answer: no request waits for it meanwhile
 LATE_S: Final = 0.1  # a later answer counts as late
@@ -180,7 +180,7 @@ class GrantSender:
             self._under_way.difference_update(batch)
             self._start()
 
-    async def _call(self, messages: Sequence[Message]) -> list[Any]:
+    async def _call(self, messages: Sequence[GrantMessage]) -> list[Any]:
         """Raises RedisError, OSError or TimeoutError; then Redis may have got some of the messages."""
         call = asyncio.create_task(self._execute(messages))
         call.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -192,7 +192,7 @@ class GrantSender:
         finally:
             call.cancel()
 
-    async def _execute(self, messages: Sequence[Message]) -> list[Any]:
+    async def _execute(self, messages: Sequence[GrantMessage]) -> list[Any]:
         """The replies; a ResponseError in place of one is that message's alone.
 
         Messages that Redis has carried out change nothing if they are sent again.

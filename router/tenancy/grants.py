@@ -146,7 +146,7 @@ class Taken(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class GrantMessage:
     """`parameters`: of the script. `charged_us`: what was used beyond the grant."""
 
     parameters: dict[str, Any]
@@ -164,7 +164,7 @@ class Grant:
         self.spare = 0  # units that may be taken; below 0: places that other routers have taken over
         self.in_use = 0  # answers at once
         self.waiters: list[Waiter] = []
-        self.pending: Message | None = None  # sent, and perhaps not arrived
+        self.pending: GrantMessage | None = None  # sent, and perhaps not arrived
         self._router = router
         self._used_us = self._charged_us = 0.0  # of the grant, and beyond it, which is in no message yet
         self._refunds: list[Taken] = []
@@ -241,7 +241,7 @@ class Grant:
         drained_us = max(0.0, self._backlog_us - max(0.0, now_us - self._known_at_us))
         return Level(self.limit, drained_us + self._unreported_us + num_elsewhere * self.limit.unit_us)
 
-    def message(self, now_us: float, num_routers: int) -> Message:
+    def message(self, now_us: float, num_routers: int) -> GrantMessage:
         """The message to send now: the pending one again, if there is one."""
         if self._number and now_us > self._lease_ends_us > -math.inf:
             self._restart()
@@ -249,7 +249,7 @@ class Grant:
             self.pending = self._compose(now_us, num_routers)
         return self.pending
 
-    def _compose(self, now_us: float, num_routers: int) -> Message:
+    def _compose(self, now_us: float, num_routers: int) -> GrantMessage:
         needed = sum(waiter.cost for waiter in self.waiters)
         target = spare_target(self._recent, now_us - self._taken_at_us, self.level(now_us).num_left, num_routers)
         num_needed = needed + target - self.spare if self.spare < needed + target / 2 else 0
@@ -276,12 +276,12 @@ class Grant:
                 for part in (refund.units * refund.unit_us, refund.position_us)
             ],
         }
-        message = Message(parameters, self._charged_us, self.waiters)
+        message = GrantMessage(parameters, self._charged_us, self.waiters)
         self._used_us = self._charged_us = 0.0
         self._refunds, self.waiters, self._is_changed = [], [], False
         return message
 
-    def apply(self, message: Message, reply: Sequence[Any], sent_at_us: float) -> None:
+    def apply(self, message: GrantMessage, reply: Sequence[Any], sent_at_us: float) -> None:
         """Takes in Redis's reply to the pending message, which was sent at that moment."""
         assert message is self.pending
         is_known, epoch, num_granted, tail_us, backlog_us, self._held_elsewhere, self._in_use_elsewhere = reply

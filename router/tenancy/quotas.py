@@ -86,7 +86,11 @@ def refusal(lacking: Sequence[tuple[Level, int]], levels: Sequence[Level]) -> Ap
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes it: 120ms, 8.64s, 6m0s."""
+    """As OpenAI writes it: 120ms, 8.64s, 6m0s.
+
+    >>> duration(0.25), duration(61.5), duration(3600)
+    ('250ms', '1m2s', '60m0s')
+    """
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     if seconds < 60:

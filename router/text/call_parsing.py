@@ -114,6 +114,11 @@ def _calls(value: Any, tools: KnownTools) -> Iterator[tuple[str, str]]:
 
 
 def json_text(value: Any) -> str:
+    """JSON that strict readers accept, with other letters as they are.
+
+    >>> print(json_text({"city": "Zürich", "half": "\\ud83d"}))
+    {"city": "Zürich", "half": "�"}
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     text = _HALF.sub("\ufffd", text)  # which strict readers of JSON refuse, as an escape, too
     return _BIG_IN_JSON.sub(r"\1", text) if _BIG in text else text

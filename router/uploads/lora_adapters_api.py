@@ -38,7 +38,7 @@ _TOKENIZER_BYTES: Final = 2 << 20  # that are read of each file of a tokenizer: 
 _ADDED_TOKENS: Final = b'"added_tokens":'  # near the begin of a tokenizer.json, before its vocabulary
 
 
-class Limits(NamedTuple):
+class FolderLimits(NamedTuple):
     config_bytes: int
     tensors_bytes: int
 
@@ -47,6 +47,13 @@ def folder_below(path: str, folders: str, tenant: str) -> tuple[Path, Path]:
     """The allowed folder that `path` lies in, and the path from there, without symbolic links. Blocking.
 
     Raises 400, which reveals nothing about files outside the allowed folders. `folders`: with commas between them.
+
+    >>> folder_below("/lora/acme/pirate", "/lora/{tenant},/shared", "acme")
+    (PosixPath('/lora/acme'), PosixPath('pirate'))
+    >>> folder_below("/lora/zoo/parrot", "/lora/{tenant}", "acme")
+    Traceback (most recent call last):
+        ...
+    motet.router.http.errors.ApiError: Invalid value for 'lora_path': it is in no folder that this server's ...
     """
     if not folders:
         raise invalid_value("lora_path", "this server loads no folders: its operator has allowed none.")
@@ -63,13 +70,13 @@ def folder_below(path: str, folders: str, tenant: str) -> tuple[Path, Path]:
     raise invalid_value("lora_path", "it is in no folder that this server's operator has allowed.")
 
 
-def tensors_bytes(root: Path, folder: Path, limits: Limits) -> int:
+def tensors_bytes(root: Path, folder: Path, limits: FolderLimits) -> int:
     """The size of the adapter's tensors. Blocking; raises AdapterInvalid, UploadTooLarge."""
     with ExitStack() as stack:
         return os.fstat(_opened(stack, root, folder, limits)[1]).st_size
 
 
-def read_adapter(root: Path, folder: Path, tensors_path: Path, limits: Limits) -> bytes:
+def read_adapter(root: Path, folder: Path, tensors_path: Path, limits: FolderLimits) -> bytes:
     """Copies the adapter's tensors to an empty file, and returns its config. Blocking.
 
     Follows no link below `root`, even one that is created meanwhile. Raises AdapterInvalid, UploadTooLarge.
@@ -115,7 +122,7 @@ def _added_tokens(begin: bytes) -> bytes:
     return json.dumps({"added_tokens": tokens}).encode()
 
 
-def _opened(stack: ExitStack, root: Path, folder: Path, limits: Limits) -> tuple[int, int]:
+def _opened(stack: ExitStack, root: Path, folder: Path, limits: FolderLimits) -> tuple[int, int]:
     """Its config and its tensors, open until the stack closes."""
     at = _below(stack, root, folder)
     return _file(stack, CONFIG_FILE, at, limits.config_bytes), _file(stack, TENSORS_FILE, at, limits.tensors_bytes)
@@ -220,10 +227,10 @@ class LoraAdaptersApi:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     async def _read(self, body: LoadBody, root: Path, folder: Path, tensors_path: Path, room: UploadRoom) -> UploadForm:
-        limits = Limits(MAX_CONFIG_BYTES, self._config.now.max_upload_bytes)
+        limits = FolderLimits(MAX_CONFIG_BYTES, self._config.now.max_upload_bytes)
         num_bytes = await asyncio.to_thread(tensors_bytes, root, folder, limits)
         room.grow(num_bytes)
-        limits = Limits(MAX_CONFIG_BYTES, num_bytes)
+        limits = FolderLimits(MAX_CONFIG_BYTES, num_bytes)
         config = await asyncio.to_thread(read_adapter, root, folder, tensors_path, limits)
         room.wrote(num_bytes)
         return UploadForm(

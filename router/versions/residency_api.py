@@ -54,6 +54,11 @@ def may_begin(num_gangs: int, num_of_tenant: int, num_of_all: int) -> bool:
 
     The second half of the places is for tenants that have none, for one gang each: as many tenants as that bring
     something at once, before any of them can keep another one out.
+
+    >>> MAX_OF_TENANT, MAX_IN_ALL
+    (16, 256)
+    >>> may_begin(2, 0, MAX_IN_ALL // 2), may_begin(1, 0, MAX_IN_ALL // 2)
+    (False, True)
     """
     if num_of_tenant + num_gangs > MAX_OF_TENANT:
         return False

@@ -206,7 +206,13 @@ def shown_arm(counts: ArmCounts) -> ArmAnswer:
 
 
 def quantile(counts: Sequence[int], edges: Sequence[float], share: float) -> float | None:
-    """The edge below which this share of the times is; twice the last edge for those above it."""
+    """The edge below which this share of the times is; twice the last edge for those above it.
+
+    >>> quantile([6, 3, 1, 0], [0.1, 0.2, 0.5], 0.5), quantile([6, 3, 1, 0], [0.1, 0.2, 0.5], 0.95)
+    (0.1, 0.5)
+    >>> quantile([0, 0, 0, 2], [0.1, 0.2, 0.5], 0.5)
+    1.0
+    """
     target, so_far = share * sum(counts), 0
     for count, edge in zip(counts, (*edges, 2 * edges[-1]), strict=True):
         so_far += count

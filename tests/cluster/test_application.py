@@ -28,7 +28,6 @@ OTHERS = {
     "scheduling": "fifo",
     "nano_batches": "off",
     "tenant_scaling_share": 0.25,
-    "max_adapter_packed_bytes": 1 << 30,
     "max_body_bytes": 1 << 20,
     "tenant_running_share": 0.25,
     "max_model_len": 100,
@@ -42,7 +41,6 @@ OTHERS = {
     "token_interval_s": 0.5,
     "queued_tokens_per_gang": 7777,
     "pool_pressure": 0.5,
-    "scale_down_share": 0.5,
 }
 LIVE_IN = {field.name: field.mark.live_in for field in fields_of(Settings) if field.mark.live_in is not None}
 PARTS: tuple[Part, ...] = ("router", "gang")
@@ -122,11 +120,11 @@ def test_what_replicas_take_over_replaces_none(name: str) -> None:
     assert repr(before[part].init_args) != repr(after[part].init_args)
 
 
-def test_a_new_drain_replaces_gangs_and_no_router() -> None:
-    before, after = deployments(), deployments(drain_s=9.0)
+def test_a_new_size_of_the_pool_replaces_gangs_and_no_router() -> None:
+    before, after = deployments(), deployments(host_bytes=9)
     assert before[0].version == after[0].version
     assert before[1].version != after[1].version
-    assert after[1].init_args[1].drain_s == 9.0
+    assert after[1].init_args[0].host_bytes == 9
 
 
 def test_more_gangs_that_share_the_cores_as_before_replace_none() -> None:

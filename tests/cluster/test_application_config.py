@@ -44,6 +44,15 @@ def test_arguments_have_the_keys_and_the_values_of_the_configuration_file() -> N
     assert (config.model_path, config.serving.name, config.hub_id) == (Path("/models/base"), "base", None)
 
 
+def test_what_has_become_a_constant_is_taken_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert application_config(MODEL | {"drain": 9}, {}) == application_config(MODEL, {})
+    assert live_values("router", {"upload-idle": 3}) == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "args: setting drain is a constant since 0.1.0: 5 s; remove it",
+        "user_config of router: setting upload-idle is a constant since 0.1.0: 60 s; remove it",
+    ]
+
+
 def test_a_hub_id_is_where_every_node_downloads_it_to() -> None:
     config = application_config({"model": "someone/model"}, {"MOTET_DATA_DIR": "/shared"})
     assert (config.hub_id, config.model_path) == ("someone/model", Path("/shared/models/someone--model"))

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from motet.cluster.byte_size import format_byte_size, parse_byte_size
 from motet.cluster.commands.cli import main
 from motet.cluster.commands.status import status_lines
 from motet.cluster.launch.local_serve import free_ports
+from motet.cluster.settings.setting_field import format_byte_size, parse_byte_size
 from motet.tests.rigs.engine_loads import engine_load
 from motet.tests.rigs.fake_motet import BASE, KEY, FakeMotet, running_fake
 from motet.workers.wire.engine_load import summed

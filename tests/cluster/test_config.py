@@ -35,11 +35,11 @@ def test_the_parts_get_what_was_set(paths: dict[str, Any]) -> None:
     assert (config.engine.dtype, config.engine.pool_bytes, config.engine.max_model_len) == ("float32", 123, 7)
     assert config.engine.store_path == config.store_path
     assert (config.router.model_name, config.router.max_upload_bytes) == ("base", 9)
-    patient = MotetConfig.of(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5, max_waiting_tokens=6)
+    patient = MotetConfig.of(**paths, max_queue_wait_s=0.0, max_gangs=3, max_waiting_sequences=5)
     assert (patient.admission.max_queue_wait_s, patient.admission.max_gangs) == (0.0, 3)
     objectives_s = (("acme", 2.0),)
     assert MotetConfig.of(**paths, latency_objectives_s=objectives_s).admission.latency_objectives_s == objectives_s
-    assert (patient.leader.max_waiting_sequences, patient.leader.max_waiting_tokens) == (5, 6)
+    assert (patient.leader.max_waiting_sequences, patient.leader.max_waiting_tokens) == (5, 4 << 20)
 
 
 def test_what_is_shown_of_settings_has_no_secret(paths: dict[str, Any]) -> None:
@@ -125,7 +125,6 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("num_threads", 10**10, "1 to 1024"),
         ("host", "", "address"),
         ("max_waiting_sequences", 0, "a whole number from 1"),
-        ("max_waiting_tokens", 0, "a whole number from 1"),
         ("max_queue_wait_s", -1.0, "a number of seconds from 0"),
         ("min_gangs", -1, "a whole number from 0"),
         ("min_gangs", 1.5, "a whole number from 0"),
@@ -133,14 +132,12 @@ def test_url(paths: dict[str, Any], host: str, url: str) -> None:
         ("max_gangs", 2.5, "a whole number from 1"),
         ("queued_tokens_per_gang", 0, "a whole number from 1"),
         ("pool_pressure", 1.5, "a number above 0 and at most 1"),
-        ("adapter_loads_per_s", 0.0, "a number above 0"),
         ("scale_down_after_s", -1.0, "a number of seconds from 0"),
         ("scale_to_zero_after_s", 1.0, "at least two scaling windows"),
         ("cold_start_wait_s", float("nan"), "a number of seconds from 0"),
         ("num_routers", 1.5, "a whole number from 1"),
         ("gang_wait_s", -1.0, "a number of seconds from 0"),
-        ("drain_s", float("nan"), "a number of seconds from 0"),
-        ("orphan_s", -1.0, "a number of seconds from 0"),
+        ("router_drain_s", float("nan"), "a number of seconds from 0"),
         ("pool_bytes", 0, "from 1 is accepted"),
         ("dtype", "float16", "float32 or bfloat16 is accepted"),
         ("max_upload_bytes", -1, "KiB, MiB, GiB or TiB) from 1"),

@@ -14,11 +14,10 @@ import pytest
 from click.testing import CliRunner
 
 from motet.cluster.commands import foreground
-from motet.cluster.commands.serve_command import RereadableCommand, reread_options, serve, take_defaults
+from motet.cluster.commands.serve_command import RereadableCommand, options_of, reread_options, serve, take_defaults
 from motet.cluster.config import MotetConfig
 from motet.cluster.launch.launch import updated
 from motet.cluster.launch.local_serve import free_ports
-from motet.cluster.settings.flags import options_of
 from motet.cluster.settings.setting_field import ConfigError, Count, Pairs, Setting, SettingGroup
 from motet.tests.rigs.running_motet import DEMO
 from motet.tests.rigs.setting_options import OPTIONS
@@ -63,6 +62,16 @@ def test_the_file_is_before_the_defaults_and_after_the_command_line(tmp_path: Pa
     assert (options["count"], options["keys"], options["flag"]) == (5, (("a", "1"), ("b", "2")), True)
     (options,) = run(file, "--count", "7", "--key", "c=3")[1]
     assert (options["count"], options["keys"], options["flag"]) == (7, (("c", "3"),), True)
+
+
+def test_what_has_become_a_constant_is_taken_with_a_warning(tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text("count = 5\ndrain = 9\n")
+    result, (options,) = run(file, "--upload-idle", "3")
+    assert (options["count"], options.keys() & {"drain", "upload_idle"}) == (5, set())
+    for warning in ("drain is a constant since 0.1.0: 5 s;", "upload-idle is a constant since 0.1.0: 60 s;"):
+        assert f"Warning: setting {warning} remove it\n" in result.stderr
+    assert "upload-idle" not in CliRunner().invoke(serve, ["--help"]).output
 
 
 def test_it_is_read_again(tmp_path: Path) -> None:

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from motet.cluster.edge.serve_variables import LASTING_STARTS, LASTING_STREAMS, SERVE_FLAGS
-from motet.cluster.tools.examination import check_clocks
-from motet.cluster.tools.finding import Finding
 from motet.cluster.tools.folder_checks import (
     FolderFacts,
     SecretFile,
@@ -19,9 +17,15 @@ from motet.cluster.tools.folder_checks import (
     check_secrets,
     gather_secrets,
 )
-from motet.cluster.tools.gpu_checks import Gpu, GpuFacts, check_gpus, parse_gpus
-from motet.cluster.tools.node_facts import KernelFacts, LimitFacts, check_kernels, check_limits, check_versions
-from motet.cluster.tools.redis_checks import RedisFacts, check_redis
+from motet.cluster.tools.machine_checks import Finding, Gpu, GpuFacts, RedisFacts, check_gpus, check_redis, parse_gpus
+from motet.cluster.tools.node_facts import (
+    KernelFacts,
+    LimitFacts,
+    check_clocks,
+    check_kernels,
+    check_limits,
+    check_versions,
+)
 from motet.cluster.tools.serve_front import (
     NodeServeFacts,
     PortFacts,

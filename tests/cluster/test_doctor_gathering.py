@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import ray
 
-from motet.cluster.tools import examination
-from motet.cluster.tools.finding import ok
+from motet.cluster.tools import node_facts
 from motet.cluster.tools.folder_checks import hold_lock, is_locked_out, redis_url_in, remove_trial
+from motet.cluster.tools.machine_checks import check_redis, gather_redis, ok
 from motet.cluster.tools.node_facts import Expectations, Questions, check_node, gather_node
-from motet.cluster.tools.redis_checks import check_redis, gather_redis
 
 
 def test_without_a_folder_of_secrets_no_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +69,7 @@ def test_a_controller_that_hangs_is_a_finding_beside_the_others(monkeypatch: pyt
 
     earlier = ok("cluster", "what was found before")
     controller: Any = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda requested: "an answer to come"))
-    monkeypatch.setattr(examination, "_gathered", lambda nodes, questions: ({}, [earlier]))
+    monkeypatch.setattr(node_facts, "_gathered", lambda nodes, questions: ({}, [earlier]))
     monkeypatch.setattr(ray, "init", lambda **_options: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "nodes", lambda: [])
@@ -78,7 +77,7 @@ def test_a_controller_that_hangs_is_a_finding_beside_the_others(monkeypatch: pyt
     monkeypatch.setattr(ray, "get", hang)
     questions: Any = SimpleNamespace(data_dir=Path("/nowhere"))
     expected: Any = None
-    first, last = examination.examine_cluster("auto", questions, expected)
+    first, last = node_facts.examine_cluster("auto", questions, expected)
     assert first == earlier
     assert last.level == "error"
     assert "its controller does not answer: Get timed out" in last.found

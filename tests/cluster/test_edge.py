@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from ray.serve._private import constants
 
-from motet.cluster.edge.front_rules import CONTROL_HEADERS, HEADERS_TIMEOUT_S, OPEN_ROUTES
+from motet.cluster.edge.edge_config import CONTROL_HEADERS, HEADERS_TIMEOUT_S, OPEN_ROUTES
 from motet.router.http.request_id import REQUEST_ID_HEADER
 from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer
 from motet.tests.rigs.part_configs import edge_limits

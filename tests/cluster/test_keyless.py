@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from motet.cluster.commands.cli import main
+from motet.cluster.edge.edge_config import OPEN_ROUTES, RATE_S, front_lines
 from motet.cluster.edge.edge_watch import EdgeWatch, parsed
 from motet.cluster.edge.error_answers import REASONS, TABLE
-from motet.cluster.edge.front_rules import OPEN_ROUTES, RATE_S, front_lines
 from motet.router.text.text import TextService
 from motet.tests.cluster.test_edge import GET, KEYLESS, NARROW, Echo, get, status_soon
 from motet.tests.rigs.all_routes import rig_with_all_routes

@@ -20,7 +20,7 @@ from motet.cluster.commands.cli import main
 from motet.cluster.tools.file_problems import file_problems
 from motet.cluster.tools.mig import (
     MIG_GPUS,
-    Demand,
+    ModelDemand,
     Placement,
     Profile,
     choose,
@@ -38,7 +38,7 @@ A100 = MIG_GPUS["A100 SXM 80GB"]
 SMALL = tuple(profile for profile in A100.profiles if profile.name != "1g.20gb")
 slices = st.dictionaries(st.sampled_from(A100.profiles), st.integers(1, 9), max_size=6)
 demands = st.builds(
-    Demand,
+    ModelDemand,
     st.just("m"),
     st.floats(1e8, 6e10),
     st.floats(1e3, 5e5),
@@ -112,7 +112,7 @@ def test_what_fits_one_gpu_needs_one(mix: Counter[Profile]) -> None:
 
 
 @given(demands)
-def test_more_users_never_take_less(demand: Demand) -> None:
+def test_more_users_never_take_less(demand: ModelDemand) -> None:
     try:
         chosen = choose(demand, A100)
     except ValueError:
@@ -162,7 +162,7 @@ def test_a_plan_is_what_kubernetes_and_motet_take() -> None:
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
-    huge = Demand.of("huge", published_base("Llama-2-70B"), 1, 1000)
+    huge = ModelDemand.of("huge", published_base("Llama-2-70B"), 1, 1000)
     with pytest.raises(ValueError, match="huge: no profile of A100 SXM 80GB"):
         plan([huge], A100)
     with pytest.raises(ValueError, match="each model is named once"):

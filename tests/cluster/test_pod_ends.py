@@ -16,7 +16,7 @@ SECONDS = st.floats(0, 86_400, allow_nan=False)
 def test_the_defaults() -> None:
     config = MotetConfig.of(model_path=DEMO / "base")
     assert pod_ends(
-        router_drain_s=config.timeouts.router_drain_s, drain_s=config.timeouts.drain_s, start_s=60
+        router_drain_s=config.timeouts.router_drain_s, drain_s=config.leader.drain_s, start_s=60
     ) == PodEnds(cluster_deletion_delay_s=630, node_drain_s=660, termination_grace_s=690)
 
 

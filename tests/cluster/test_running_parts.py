@@ -25,7 +25,7 @@ from motet.router.fleet.pin_keeper import PinKeeper
 from motet.router.loop_watchdog import LoopWatchdog
 from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.router.versions.canary_book import CanaryBook, CanaryJudge
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.ray_nodes import DEMO
@@ -106,7 +106,17 @@ class Router(RouterReplica):
 
 
 # As they are started; text and the dispatcher run from when they are made, and end by `close`.
-PARTS = (LaunchKeeper, RegistryView, TextService, Usage, Quotas, CanaryBook, CanaryJudge, EndedKeys, FleetDispatcher)
+PARTS = (
+    LaunchKeeper,
+    RegistryView,
+    TextService,
+    UsageService,
+    Quotas,
+    CanaryBook,
+    CanaryJudge,
+    EndedKeys,
+    FleetDispatcher,
+)
 LATE_PARTS = (PinKeeper, ProcessPage, LoopWatchdog)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,16 +14,29 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from motet.cluster.commands.serve_command import ServeCommand, serve, take_defaults
+from motet.cluster.commands.serve_command import ServeCommand, options_of, serve, take_defaults
 from motet.cluster.config import part_config
-from motet.cluster.settings.flags import options_of
-from motet.cluster.settings.setting_field import Bytes, ConfigError, Count, Setting, SettingGroup, fields_of, groups_of
-from motet.cluster.settings.settings import Settings, check_update
-from motet.cluster.settings.settings_page import settings_page
+from motet.cluster.scaling import ScalingConfig
+from motet.cluster.settings.setting_field import (
+    Bytes,
+    ConfigError,
+    Count,
+    Setting,
+    SettingGroup,
+    fields_of,
+    groups_of,
+    parse_byte_size,
+)
+from motet.cluster.settings.settings import CONSTANTS, Settings, check_update
+from motet.router.config import RouterConfig
+from motet.tests.rigs.made_settings_page import settings_page
 from motet.tests.rigs.setting_options import OPTIONS
+from motet.workers.config import EngineConfig
+from motet.workers.leader.served_engine import LeaderConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "examples" / "demo" / "base"
+PARTS: tuple[Any, ...] = (EngineConfig, LeaderConfig, RouterConfig, ScalingConfig)
 
 
 class Experiments(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +99,7 @@ def test_a_setting_that_is_added_in_one_place_is_everywhere(tmp_path: Path) -> N
 
 
 def test_the_page_of_settings_is_what_the_schema_says() -> None:
-    reported = "run .venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md"
+    reported = "run .venv/bin/python -m motet.tests.rigs.made_settings_page docs/settings.md"
     assert (ROOT / "docs" / "settings.md").read_text() == settings_page(Settings), reported
 
 
@@ -133,6 +147,19 @@ def test_defaults_are_acceptable_and_shown_as_they_are_written(monkeypatch: pyte
             assert field.converted(field.shown_default) == made
 
 
+def test_constants_are_said_to_be_what_the_parts_configs_have() -> None:
+    parts = {field.name: field.default for part in PARTS for field in fields(part) if field.default is not MISSING}
+    renamed = {"finished-life": "finished_s", "orphan-life": "orphan_s"}
+    for key, value in CONSTANTS.items():
+        if key == "max-adapter-packed-bytes":
+            continue  # it follows from a setting
+        name = renamed.get(key, key.replace("-", "_"))
+        default = parts.pop(name if name in parts else f"{name}_s")
+        number = value.removesuffix(" s")
+        assert default == (parse_byte_size(number) if number.endswith("iB") else float(number)), key
+    assert parts == {}
+
+
 RESTART_ONLY = {
     "ledger_days",
     "ledger_spool_bytes",
@@ -167,7 +194,7 @@ def test_what_only_a_restart_changes_is_known_by_name() -> None:
         ("max_waiting_sequences", None, "a whole number from 1"),
         ("max_queue_wait_s", float("inf"), "a number of seconds from 0"),
         ("max_queue_wait_s", "nan", "a number of seconds from 0"),
-        ("upload_idle_s", 0, "a number of seconds above 0"),
+        ("scaling_window_s", 0, "a number of seconds above 0"),
         ("host_bytes", "2GB", "a size (bytes, or a number with KiB, MiB, GiB or TiB) from 0"),
         ("prefix_cache", "perhaps", "true or false"),
         ("strategy", "anywhere", "strict-pack, pack or spread"),

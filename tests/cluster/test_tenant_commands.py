@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.cluster.client_commands.tenant_commands import bound, lifetime_s
 from motet.cluster.commands.cli import main
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import OPERATOR_KEY
@@ -162,7 +162,9 @@ def test_what_is_no_bound_is_refused(text: str) -> None:
 
 
 async def test_usage_at_the_command_line(redis_client: Redis, tmp_path: Path) -> None:
-    usage = Usage(redis_client, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None)
+    usage = UsageService(
+        redis_client, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None
+    )
     now = int(time.time())
     reported: dict[str, Any] = {
         "began_at": now,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import uvicorn
 from click.testing import CliRunner, Result
-from fastapi import FastAPI
 from redis.asyncio import Redis
+from starlette.applications import Starlette
 
 from motet.cluster.commands.cli import main
 from motet.tests.rigs.patience import eventually_in_loop as eventually
@@ -23,7 +23,7 @@ def motet(url: str, *arguments: str) -> Result:
 
 
 @asynccontextmanager
-async def served(app: FastAPI) -> AsyncIterator[str]:
+async def served(app: Starlette) -> AsyncIterator[str]:
     """The app behind a server in this event loop, where its Redis client lives."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     task = asyncio.create_task(server.serve())

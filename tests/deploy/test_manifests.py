@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from motet.cluster.tools.kuberay_rules import MAX_NAME_CHARS
+from motet.cluster.tools.file_problems import MAX_NAME_CHARS
 from motet.tests.rigs.kube_tools import OVERLAY_NAMES, OVERLAYS, Manifest, kustomized, only
 from motet.tests.rigs.manifest_checks import problems
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from motet.cluster.exposition.metrics_tables import example_gang, example_router, renewed
 from motet.cluster.exposition.node_page import UP
 from motet.router.exposition.families import text_of
+from motet.tests.rigs.made_metrics_tables import example_gang, example_router, renewed
 from motet.tests.rigs.prometheus_binaries import ROOT, promtool
 
 FOLDER = ROOT / "deploy" / "prometheus"

@@ -12,13 +12,13 @@ from motet.adapters.registry.versions.pins import KnownPins
 from motet.router.batches.batches import Batches
 from motet.router.fleet.pin_keeper import PinKeeper
 from motet.router.text.text import TextService
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.tests.rigs.router_rig import RouterRig
 
 
 def rig_with_all_routes(folder: Path, text: TextService) -> RouterRig:
     redis = connect("redis://127.0.0.1:1")  # it is never called
-    usage = Usage(
+    usage = UsageService(
         redis, folder / "ledger", folder / "archive", kept_days=1, spool_bytes=1 << 20, min_free_bytes=0, prices=None
     )
     return RouterRig(

@@ -5,8 +5,8 @@ A table stands between the lines `<!-- made: NAME -->` and `<!-- end -->`.
 
 from __future__ import annotations
 
+import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -18,12 +18,8 @@ from motet.tests.rigs.schema_words import name_of, shown_name, words_of
 
 _BLOCK: Final = re.compile(r"(<!-- made: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _FEW: Final = 2
+_REFERENCE: Final = re.compile(r"#/components/schemas/([^\"]+)")
 _CODE: Final = re.compile(r"^- `(\w+)`:", re.MULTILINE)
-_ANSWERS: Final = "answers"  # the area of the calls that compute one
-_ANSWERING: Final = frozenset(
-    f"POST /v1/{name}"
-    for name in ("chat/completions", "completions", "responses", "embeddings", "messages", "messages/count_tokens")
-)
 _GENERATION: Final[Mapping[str, type[GenerationFields]]] = MappingProxyType(
     {"chat": ChatRequest, "completions": CompletionRequest}
 )
@@ -123,11 +119,12 @@ def _refused(document: Schema) -> str:
 
 
 def _types(document: Schema) -> str:
-    """Of all other bodies, and of answers: a line for each."""
+    """Of all other bodies, and of errors: a line for each."""
     of_chats = document["components"]["schemas"][ChatRequest.__name__]["properties"]
     lines = []
+    sent = _sent(document)
     for name, schema in document["components"]["schemas"].items():
-        if name in {kind.__name__ for kind in _GENERATION.values()}:
+        if name in {kind.__name__ for kind in _GENERATION.values()} or name not in sent:
             continue
         fields, required = schema.get("properties", {}), schema.get("required", ())
         same = [field for field, one in fields.items() if one == of_chats.get(field)]
@@ -143,6 +140,19 @@ def _types(document: Schema) -> str:
             parts.append(f"{shown} ({meaning.removesuffix('.')})" if meaning else shown)
         lines.append(f"- **`{shown_name(name)}`** {'; '.join(parts) or 'empty'}")
     return "\n".join(lines)
+
+
+def _sent(document: Schema) -> set[str]:
+    """Names of the types that requests hold, and of those that errors do."""
+    bodies = [operation["requestBody"] for _, operation in _operations(document) if "requestBody" in operation]
+    waiting = [*_REFERENCE.findall(json.dumps(bodies)), "ErrorBody"]
+    sent: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in sent:
+            sent.add(name)
+            waiting += _REFERENCE.findall(json.dumps(document["components"]["schemas"][name]))
+    return sent
 
 
 def _as_in_a_chat(same: Sequence[str], others: Sequence[str]) -> str:
@@ -162,42 +172,20 @@ def _has_null(schema: Schema) -> bool:
 
 
 def _errors(document: Schema) -> str:
-    """By status, each with the calls that give it, by their areas."""
-    places: dict[str, list[str]] = {code: [] for code in ERRORS}
-    operations = [*_operations(document)]
-    for call, operation in operations:
+    """By status."""
+    errors = sorted(ERRORS.items(), key=lambda error: error[1][0])
+    return _table(
+        ("status", "`code`", "means"), [(str(status), f"`{code}`", meaning) for code, (status, meaning) in errors]
+    )
+
+
+def given_errors(document: Schema) -> set[str]:
+    """Codes of the errors that some call gives."""
+    given = {*EVERYWHERE, *OF_NO_ROUTE}
+    for _, operation in _operations(document):
         for response in operation["responses"].values():
-            for code in _CODE.findall(_resolved(document, response)["description"]):
-                places[code].append(call)
-    keys = {call: operation["security"][0]["bearer"][0] for call, operation in operations if "security" in operation}
-    areas = Counter(_area(call) for call, _ in operations)
-    rows = [
-        (str(status), f"`{code}`", meaning, _where(code, places[code], keys, areas))
-        for code, (status, meaning) in sorted(ERRORS.items(), key=lambda error: error[1][0])
-    ]
-    return _table(("status", "`code`", "means", "where"), rows)
-
-
-def _area(call: str) -> str:
-    """The part of the API to which a call belongs: the first part of its path, such as `adapters`."""
-    if call in _ANSWERING:
-        return _ANSWERS
-    path = call.partition(" ")[2].removeprefix("/v1").removeprefix("/admin")
-    return "adapters" if path.endswith("load_lora_adapter") else path.split("/")[1]
-
-
-def _where(code: str, calls: Sequence[str], keys: Mapping[str, str], areas: Mapping[str, int]) -> str:
-    """`keys`: the scope that each call needs. `areas`: how many calls each has."""
-    if code in EVERYWHERE or code in OF_NO_ROUTE:
-        return "everywhere"
-    if calls == [*keys]:
-        return "with a key"
-    if calls == [call for call, scope in keys.items() if scope != "operator"]:
-        return "with a tenant's key"
-    if len(calls) <= _FEW:
-        return _listed(calls)
-    given = Counter(map(_area, calls))
-    return ", ".join(area if count == areas[area] else f"{area} (some)" for area, count in given.items())
+            given.update(_CODE.findall(_resolved(document, response)["description"]))
+    return given
 
 
 def _resolved(document: Schema, response: Schema) -> Any:

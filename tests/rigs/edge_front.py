@@ -15,7 +15,7 @@ from typing import Any
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from motet.cluster.edge.edge_limits import EdgeLimits
+from motet.cluster.edge.edge_config import EdgeLimits
 from motet.cluster.edge.haproxy import write_edge_program, write_haproxy
 from motet.cluster.launch.local_serve import LOOPBACK, free_ports
 from motet.tests.rigs.patience import PATIENCE_S, eventually

@@ -9,7 +9,7 @@ from typing import cast
 
 import httpx
 import msgspec
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.registry.registry_view import RegistryView
@@ -22,7 +22,7 @@ from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.rest_server import create_app
 from motet.router.text.text import TextService
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.part_configs import router_config
 from motet.tests.rigs.router_rig import BASE, HEADERS, OPERATOR_KEY, FakeUploads, FakeView, text_service
@@ -34,9 +34,9 @@ def app_of(
     dispatcher: Dispatcher,
     stock: Stock,
     *adapters: str,
-    usage: Usage | None = None,
+    usage: UsageService | None = None,
     text: TextService | None = None,
-) -> FastAPI:
+) -> Starlette:
     """A router in front of this engine, or of gangs, for a tenant that has these adapters.
 
     `usage`: counts answers. `text`: of the model; None: of the rig's tokenizer, for a model that has none.
@@ -61,7 +61,7 @@ def client_of(
     dispatcher: Dispatcher,
     stock: Stock,
     *adapters: str,
-    usage: Usage | None = None,
+    usage: UsageService | None = None,
     text: TextService | None = None,
 ) -> httpx.AsyncClient:
     """A client of `app_of`, with the tenant's key."""

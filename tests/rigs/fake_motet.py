@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request  # which Ray Serve brings
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from motet.tests.rigs.patience import eventually

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from motet.cluster.tools.file_problems import serve_problems
-from motet.cluster.tools.kuberay_rules import operator_problems
+from motet.cluster.tools.file_problems import operator_problems, serve_problems
 
 from .kube_schemas import schema_problems
 from .kube_tools import Manifest

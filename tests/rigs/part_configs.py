@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from motet.cluster.config import part_config
-from motet.cluster.edge.edge_limits import EdgeLimits
+from motet.cluster.edge.edge_config import EdgeLimits
 from motet.cluster.scaling import ScalingConfig
 from motet.cluster.settings.settings import Settings
 from motet.router.config import RouterConfig

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Final, get_args
 
 import httpx
-from fastapi import FastAPI
 from redis.asyncio import Redis
+from starlette.applications import Starlette
 
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.batches.records import BatchRecord, FileRecord
@@ -39,7 +39,7 @@ from motet.router.rest_server import create_app
 from motet.router.tenancy.account import Accountant
 from motet.router.tenancy.quotas import Quotas
 from motet.router.text.text import TextService
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.router.versions.canary_book import CanaryBook
 from motet.tests.rigs.described_routes import described_routes
 from motet.tests.rigs.given_keys import give_key
@@ -134,7 +134,7 @@ class FurnishedView(RegistryView):
 
 @dataclass(frozen=True)
 class RealFront:
-    app: FastAPI
+    app: Starlette
     redis: Redis
     registry: Registry
     view: RegistryView
@@ -257,7 +257,7 @@ async def real_front(
     await view.start()
     fake = FakeDispatcher(answer=encoded(text, "hello world"))
     quotas, canaries = Quotas(redis, lambda: 1, wait_s=PATIENCE_S), CanaryBook(CanaryCounts(redis))
-    usage = Usage(
+    usage = UsageService(
         redis,
         folder / "ledger",
         folder / "archive",

@@ -14,7 +14,7 @@ from typing import Any, cast
 import httpx
 import numpy as np
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -419,7 +419,7 @@ class RouterRig:
         self.config = CurrentConfig(router_config(BASE, spool_path, **config))
         view, metrics = cast(RegistryView, self.registry), Metrics()
         self.metrics = metrics
-        self.app: FastAPI = create_app(
+        self.app: Starlette = create_app(
             config=self.config,
             metrics=metrics,
             batches=None if make_batches is None else make_batches(view, self.config, metrics),
@@ -459,7 +459,7 @@ async def completed(rig: RouterRig, path: str = "/v1/completions", **fields: Any
 
 
 @contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: Starlette) -> Iterator[str]:
     """The app behind a real server on loopback, on a thread of its own. Gives its URL."""
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)

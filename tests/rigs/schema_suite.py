@@ -1,9 +1,9 @@
-"""The table of docs/structured.md: the JSON Schema Test Suite, draft 2020-12, as motet's grammars take it.
+"""The table of tests/router/schema_suite.md: the JSON Schema Test Suite, draft 2020-12, as motet's grammars take it.
 
 The suite is in the source distribution of jsonschema, which this reads as it is:
 
     pip download --no-deps --no-binary jsonschema jsonschema==4.23.0
-    .venv/bin/python -m motet.tests.rigs.schema_suite jsonschema-4.23.0.tar.gz docs/structured.md
+    .venv/bin/python -m motet.tests.rigs.schema_suite jsonschema-4.23.0.tar.gz tests/router/schema_suite.md
 """
 
 from __future__ import annotations

@@ -29,11 +29,9 @@ from motet.adapters.registry.batches.records import BatchRecord
 from motet.adapters.registry.registry import hash_key
 from motet.adapters.registry.registry_keys import FILE_ENDS
 from motet.adapters.registry.tenants.records import KeyRecord
-from motet.router.batches import batch_input, batch_runner
-from motet.router.batches.batch_input import InputCheck, LineReader
-from motet.router.batches.batch_results import BatchResults, Result
+from motet.router.batches import batch_files, batch_runner
+from motet.router.batches.batch_files import BatchResults, FileStore, InputCheck, LineReader, Result
 from motet.router.batches.batches import Batches
-from motet.router.batches.file_store import FileStore
 from motet.router.batches.line_call import LineCaller
 from motet.router.http.errors import unavailable
 from motet.router.tenancy.account import AnswerRequest, Ending
@@ -273,16 +271,16 @@ def errors_of(content: bytes, folder: Path) -> Sequence[Any]:
 
 
 def test_bounds_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_input, "MAX_LINES", 100)
-    monkeypatch.setattr(batch_input, "MAX_LINE_BYTES", 500)
+    monkeypatch.setattr(batch_files, "MAX_LINES", 100)
+    monkeypatch.setattr(batch_files, "MAX_LINE_BYTES", 500)
     assert not errors_of(b"\n \r\n" + lines_of(work(100)), tmp_path)
     assert not errors_of(b"\xef\xbb\xbf" + lines_of(work(2)), tmp_path)  # a byte order mark
     assert [one.code for one in errors_of(lines_of(work(200)), tmp_path)] == ["too_many_lines"]
     assert [one.code for one in errors_of(lines_of([line("a", prompt="x" * 9999)]), tmp_path)] == ["line_too_large"]
     assert [one.code for one in errors_of(b"\n\n", tmp_path)] == ["empty_file"]
-    assert len(errors_of(b"{}\n" * 90, tmp_path)) == batch_input.MAX_ERRORS
+    assert len(errors_of(b"{}\n" * 90, tmp_path)) == batch_files.MAX_ERRORS
     assert [one.code for one in errors_of(b'{"a"' * 90, tmp_path)] == ["invalid_json_line"]
-    monkeypatch.setattr(batch_input, "MAX_READ", 5000)
+    monkeypatch.setattr(batch_files, "MAX_READ", 5000)
     assert [one.code for one in errors_of(b"\n" * 9000, tmp_path)] == ["too_many_lines"]
 
 
@@ -336,7 +334,7 @@ async def test_an_answer_that_is_no_json_fails_its_line_alone() -> None:
     record = BatchRecord(
         id="batch_1", tenant="a", endpoint="/x", input_file_id="f", completion_window="24h", created_at=1, expires_at=2
     )
-    wanted = batch_input.Line(custom_id="x", method="POST", url="/x", body=msgspec.Raw(b"{}"))
+    wanted = batch_files.Line(custom_id="x", method="POST", url="/x", body=msgspec.Raw(b"{}"))
     answer = await LineCaller({"/x": route}).call(record, wanted)
     assert answer.result.error is not None and answer.result.error.code == "internal_error"
     assert answer.retry_after_s is None

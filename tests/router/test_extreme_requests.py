@@ -12,9 +12,9 @@ import httpx
 import msgspec
 import pytest
 
-from motet.router.anthropic.message_schema import CountTokensRequest, MessagesRequest
+from motet.router.anthropic.message_chat import CountTokensRequest, MessagesRequest
 from motet.router.bodies.request_decoder import refused_fields
-from motet.router.embeddings.embedding_schema import EmbeddingsRequest
+from motet.router.embeddings import EmbeddingsRequest
 from motet.router.openai.request_schema import (
     ChatRequest,
     CompletionRequest,

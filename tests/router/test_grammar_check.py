@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from motet.router.grammars.check_process import Question, Verdict
+from motet.router.grammars.check_process import GrammarQuestion, Verdict
 from motet.router.grammars.grammar_check import GrammarCheck
 from motet.router.grammars.response_format import WantedGrammar
 
@@ -19,11 +19,11 @@ class Trials:
     """In place of the processes: each trial takes a second of CPU, and ends when the test lets it."""
 
     def __init__(self, check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.questions: list[Question] = []
+        self.questions: list[GrammarQuestion] = []
         self.may_end = asyncio.Event()
         monkeypatch.setattr(check, "_run", self.run)
 
-    async def run(self, question: Question, data: bytes) -> tuple[Verdict, float]:
+    async def run(self, question: GrammarQuestion, data: bytes) -> tuple[Verdict, float]:
         self.questions.append(question)
         await self.may_end.wait()
         return Verdict("start: /a/"), 0.15

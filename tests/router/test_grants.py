@@ -25,10 +25,10 @@ from motet.router.tenancy.grants import (
     LEASE_US,
     PERIOD_US,
     Grant,
+    GrantMessage,
     Kind,
     Level,
     Limit,
-    Message,
     Taken,
     Waiter,
     spare_target,
@@ -97,14 +97,14 @@ class World:
     grants: list[Grant] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)  # that were let through
     open_: list[Answer] = field(default_factory=list)
-    late: list[Message] = field(default_factory=list)  # that Redis will read in a while, once more
+    late: list[GrantMessage] = field(default_factory=list)  # that Redis will read in a while, once more
     num_refused: int = 0
     most_in_use: int = 0
 
     def grant(self) -> Grant:
         return Grant("limit", self.limit, f"r{self.draw.random()}")
 
-    def run(self, message: Message) -> list[Any]:
+    def run(self, message: GrantMessage) -> list[Any]:
         keys, args = EXCHANGE.parameters(**message.parameters)
         self.client.set("now", f"{self.now_us:.0f}")
         reply: Any = self.client.eval(SOURCE, len(keys), *keys, *args)

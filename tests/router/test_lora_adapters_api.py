@@ -14,11 +14,11 @@ import pytest
 from motet.adapters.errors import AdapterInvalid, UploadTooLarge
 from motet.router.http.errors import ApiError
 from motet.router.text.text import TextService
-from motet.router.uploads.lora_adapters_api import Limits, folder_below, read_adapter, tensors_bytes
+from motet.router.uploads.lora_adapters_api import FolderLimits, folder_below, read_adapter, tensors_bytes
 from motet.tests.rigs.router_rig import RouterRig, text_service
 
 CONFIG = b'{"r": 4}'
-LIMITS = Limits(1000, 1000)
+LIMITS = FolderLimits(1000, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_tensors_that_grow_meanwhile_are_refused(tmp_path: Path, shared: Path) -
     copy = tmp_path / "copy"
     copy.touch()
     num_bytes = tensors_bytes(shared, Path("mine"), LIMITS)
-    assert read_adapter(shared, Path("mine"), copy, Limits(1000, num_bytes)) == CONFIG
+    assert read_adapter(shared, Path("mine"), copy, FolderLimits(1000, num_bytes)) == CONFIG
     assert copy.read_bytes() == b"tensors of shared/mine"
     with pytest.raises(UploadTooLarge):
-        read_adapter(shared, Path("mine"), copy, Limits(1000, num_bytes - 1))
+        read_adapter(shared, Path("mine"), copy, FolderLimits(1000, num_bytes - 1))

@@ -16,7 +16,7 @@ from motet.adapters.registry.ledger.entry import Stage
 from motet.adapters.registry.registry import connect
 from motet.cluster.launch.redis_server import RedisServer
 from motet.router.usage import usage as usage_module
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
 from motet.tests.rigs.router_rig import HEADERS, RouterRig, chunks_of, counts_of, events_of, failing, text_service
 from motet.tests.rigs.usage_reconciliation import Received, ledger_entries, reconcile, sums_of
@@ -26,13 +26,13 @@ TEXT = text_service()
 Send = Callable[[str, dict[str, Any]], Any]
 
 
-def usage_of(client: Redis, folder: Path, **given: Any) -> Usage:
+def usage_of(client: Redis, folder: Path, **given: Any) -> UsageService:
     reported = {"kept_days": 3, "spool_bytes": 1 << 30, "min_free_bytes": 0, "prices": None, **given}
-    return Usage(client, folder / "ledger", folder / "store" / "ledger", **reported)
+    return UsageService(client, folder / "ledger", folder / "store" / "ledger", **reported)
 
 
 @pytest.fixture
-async def usage(redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Usage]:
+async def usage(redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[UsageService]:
     """Lines are sent, and progress is written, when the test does so and not in the midst of what it looks at."""
     for interval in ("SHIP_INTERVAL_S", "PROGRESS_INTERVAL_S"):
         monkeypatch.setattr(usage_module, interval, 3600.0)
@@ -42,14 +42,14 @@ async def usage(redis_client: Redis, tmp_path: Path, monkeypatch: pytest.MonkeyP
     await usage.stop()
 
 
-def rig_of(usage: Usage, tmp_path: Path) -> RouterRig:
+def rig_of(usage: UsageService, tmp_path: Path) -> RouterRig:
     rig = RouterRig(tmp_path / "spool", TEXT, accountants=[usage.metering], more_routes=usage.routes)
     rig.dispatcher.answer = rig.ids("hello world")
     return rig
 
 
 @pytest.fixture
-def rig(usage: Usage, tmp_path: Path) -> RouterRig:
+def rig(usage: UsageService, tmp_path: Path) -> RouterRig:
     return rig_of(usage, tmp_path)
 
 
@@ -66,7 +66,7 @@ def received(answer: dict[str, Any], **more: Any) -> Received:
     return Received(answer["id"], "acme", True, used["prompt_tokens"], used["completion_tokens"], cached)
 
 
-async def test_an_answer_is_on_disk_before_its_client_receives_the_end(rig: RouterRig, usage: Usage) -> None:
+async def test_an_answer_is_on_disk_before_its_client_receives_the_end(rig: RouterRig, usage: UsageService) -> None:
     """The last bytes that the client gets find it written down."""
     found: list[tuple[bytes, int]] = []
     sent = [{"type": "http.request", "body": __import__("json").dumps(body_of(rig, stream=True)).encode()}]
@@ -94,7 +94,7 @@ async def test_an_answer_is_on_disk_before_its_client_receives_the_end(rig: Rout
     assert found[0][1] == 0
 
 
-async def test_the_ledger_has_what_clients_received(rig: RouterRig, usage: Usage, redis_client: Redis) -> None:
+async def test_the_ledger_has_what_clients_received(rig: RouterRig, usage: UsageService, redis_client: Redis) -> None:
     rig.registry.add("acme", "poet")
     async with rig.client() as client:
         got = []
@@ -115,7 +115,9 @@ async def test_the_ledger_has_what_clients_received(rig: RouterRig, usage: Usage
     assert {group.key_id for group in groups} == {"id of key-of-acme"}
 
 
-async def test_who_was_refused_or_got_no_token_pays_nothing(rig: RouterRig, usage: Usage, redis_client: Redis) -> None:
+async def test_who_was_refused_or_got_no_token_pays_nothing(
+    rig: RouterRig, usage: UsageService, redis_client: Redis
+) -> None:
     rig.dispatcher.script = failing("adapter_failed", "it is broken")
     async with rig.client() as client:
         assert (await client.post("/v1/completions", json=body_of(rig))).status_code == 500
@@ -126,7 +128,9 @@ async def test_who_was_refused_or_got_no_token_pays_nothing(rig: RouterRig, usag
     assert usage.keeper._spool._num_reserved == 0
 
 
-async def test_an_answer_that_broke_counts_as_far_as_it_came(rig: RouterRig, usage: Usage, redis_client: Redis) -> None:
+async def test_an_answer_that_broke_counts_as_far_as_it_came(
+    rig: RouterRig, usage: UsageService, redis_client: Redis
+) -> None:
     rig.dispatcher.script = failing("gang_lost", "it went", after=rig.ids("hello"))
     async with rig.client() as client:
         answer = await client.post("/v1/completions", json=body_of(rig, stream=True))
@@ -137,7 +141,7 @@ async def test_an_answer_that_broke_counts_as_far_as_it_came(rig: RouterRig, usa
 
 
 async def test_what_is_under_way_is_written_and_who_leaves_is_cut_off(
-    rig: RouterRig, usage: Usage, redis_client: Redis, tmp_path: Path
+    rig: RouterRig, usage: UsageService, redis_client: Redis, tmp_path: Path
 ) -> None:
     tokens = rig.ids("hello")
     rig.dispatcher.script = lambda request: [SequenceUpdate(1, [token]) for token in tokens]

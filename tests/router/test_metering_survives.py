@@ -30,7 +30,7 @@ from motet.router.config import CurrentConfig
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.rest_server import create_app
 from motet.router.usage import usage as usage_module
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.tests.rigs.part_configs import admission_config, leader_config, router_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
@@ -57,7 +57,7 @@ def router_process(redis_url: str, folder: Path, gangs: list[str], pipe: Any) ->
     usage_module.ADOPT_INTERVAL_S = 0.2  # type: ignore[misc]
 
     async def run() -> None:
-        usage = Usage(
+        usage = UsageService(
             connect(redis_url),
             folder / "ledger",
             folder / "store" / "ledger",

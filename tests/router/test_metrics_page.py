@@ -11,8 +11,14 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from motet.router.exposition.families import MetricsTarget, discovery, gang_families, text_of
-from motet.router.exposition.router_families import RouterFacts, router_families
+from motet.router.exposition.families import (
+    MetricsTarget,
+    RouterFacts,
+    discovery,
+    gang_families,
+    router_families,
+    text_of,
+)
 from motet.router.http.errors import invalid_value
 from motet.router.metrics import Metrics, ServeFacts
 from motet.tests.rigs.engine_loads import engine_load

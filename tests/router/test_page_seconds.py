@@ -13,7 +13,7 @@ from redis.asyncio import Redis
 
 from motet.router.generation import generation
 from motet.router.text.text import TextService
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.router.usage.usage_rows import Price, Prices
 from motet.tests.rigs import fake_stream
 from motet.tests.rigs.engine_dispatcher import EngineDispatcher, client_of
@@ -38,10 +38,10 @@ def text() -> TextService:
 
 
 @pytest.fixture
-async def usage(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Usage]:
+async def usage(redis_client: Redis, tmp_path: Path) -> AsyncIterator[UsageService]:
     prices = Prices("EUR", [Price("*", {"adapter_device_page_seconds": Decimal(3)})])
     folder = tmp_path / "ledger"
-    usage = Usage(
+    usage = UsageService(
         redis_client, folder, tmp_path / "days", kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=prices
     )
     await usage.start()
@@ -63,13 +63,13 @@ def reported_by(rig: EngineRig) -> dict[int, SequenceUsage]:
     return reported
 
 
-async def row_of(usage: Usage, client: Any, by: str = "") -> list[dict[str, Any]]:
+async def row_of(usage: UsageService, client: Any, by: str = "") -> list[dict[str, Any]]:
     await usage.keeper.ship()
     found: list[dict[str, Any]] = (await client.get("/v1/usage", params={"by": by})).json()["data"]
     return found
 
 
-async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: Usage) -> None:
+async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: UsageService) -> None:
     first, second, *_ = stock.refs
     requested: list[tuple[str, dict[str, Any]]] = [
         (BASE, {}),
@@ -102,7 +102,7 @@ async def test_usage_is_what_the_engine_has_summed(stock: Stock, usage: Usage) -
     assert "kv_device_page_seconds,adapter_device_page_seconds,amount" in table.splitlines()[0]
 
 
-async def test_a_search_for_beams_counts_all_its_rounds(stock: Stock, usage: Usage) -> None:
+async def test_a_search_for_beams_counts_all_its_rounds(stock: Stock, usage: UsageService) -> None:
     with stock.engine(num_pages=200) as rig:
         reported, dispatcher = reported_by(rig), EngineDispatcher(rig)
         async with client_of(dispatcher, stock, usage=usage) as client:
@@ -114,7 +114,7 @@ async def test_a_search_for_beams_counts_all_its_rounds(stock: Stock, usage: Usa
 
 
 async def test_what_a_cut_off_answer_held_since_it_was_reported_counts_up_to_its_last_token(
-    usage: Usage, tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch
+    usage: UsageService, tmp_path: Path, text: TextService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
     now = 50.0
@@ -147,7 +147,7 @@ def taking(*reported: SequenceUsage | None) -> list[SequenceUpdate]:
 
 
 async def test_what_was_reported_last_counts_even_of_an_answer_that_is_cut_off(
-    usage: Usage, tmp_path: Path, text: TextService
+    usage: UsageService, tmp_path: Path, text: TextService
 ) -> None:
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
     updates = taking(SequenceUsage(1.5, 0.25), None, SequenceUsage(2.5, 0.75), None)
@@ -167,7 +167,7 @@ async def test_what_was_reported_last_counts_even_of_an_answer_that_is_cut_off(
     assert (row["kv_device_page_seconds"], row["adapter_device_page_seconds"]) == ("11.5", "8.75")
 
 
-async def test_of_many_tokens_at_once_it_is_not_lost(usage: Usage, tmp_path: Path, text: TextService) -> None:
+async def test_of_many_tokens_at_once_it_is_not_lost(usage: UsageService, tmp_path: Path, text: TextService) -> None:
     """As a slow reader gets them: they are processed in portions."""
     rig = RouterRig(tmp_path / "spool", text, accountants=[usage.metering], more_routes=usage.routes)
     rows = [TokenLogprobs(-1.0, [], [])] * 100

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.upload import UploadService
@@ -72,7 +72,7 @@ class Gang:
 class Router:
     """A router's app, its connections to the gangs, and the wires that are cut when it dies."""
 
-    def __init__(self, dispatcher: FleetDispatcher, wires: list[Wire], app: FastAPI) -> None:
+    def __init__(self, dispatcher: FleetDispatcher, wires: list[Wire], app: Starlette) -> None:
         self.dispatcher, self.wires, self.app = dispatcher, wires, app
         self._is_dead = False
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from motet.tests.rigs.schema_suite import rows_of, table_of
 
-PAGE = Path(__file__).parents[2] / "docs/structured.md"
+PAGE = Path(__file__).with_name("schema_suite.md")
 PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False, "minItems": 2}
 SUITE: dict[str, list[dict[str, Any]]] = {
     "prefixItems": [

@@ -26,9 +26,8 @@ from motet.adapters.registry.tenants.records import KeyRecord, TenantRecord
 from motet.router.batches.stored_responses import MAX_RECALLED
 from motet.router.http.auth import Identity
 from motet.router.http.errors import ApiError, NoSuchResponse
-from motet.router.responses.response_chat import MAX_STORED_ITEMS, response_chat
+from motet.router.responses.response_chat import MAX_STORED_ITEMS, input_page, response_chat
 from motet.router.responses.response_schema import InputItem, KeptConversation, ResponseChat, ResponsesRequest
-from motet.router.responses.stored_items import input_page
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.loop_holds import measured_holds
@@ -325,7 +324,7 @@ async def test_what_cannot_be_stored_in_the_end_fails_and_leaves_nothing(
 
     expected = (507, "insufficient_storage") if errno == 28 else (500, "internal_error")
     before = await stored_bytes(front)
-    monkeypatch.setattr("motet.router.batches.file_store.os.fsync", fail)
+    monkeypatch.setattr("motet.router.batches.batch_files.os.fsync", fail)
     assert await refused(owner) == expected
     *_, done, error, failed = await streamed(owner)
     assert (done["type"], error["code"], failed["type"]) == (

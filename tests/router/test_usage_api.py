@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from motet.adapters.registry.ledger.entry import Entry, Stage
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.router.usage.usage_rows import Price, Prices, PricesInvalidError, read_prices
 from motet.tests.rigs.router_rig import OPERATORS, RouterRig, text_service
 
@@ -46,11 +46,11 @@ def entry(number: int, *, hours: int = 0, tenant: str = "acme", **reported: Any)
 
 
 @pytest.fixture
-async def usage(redis_client: Redis, tmp_path: Path) -> Usage:
+async def usage(redis_client: Redis, tmp_path: Path) -> UsageService:
     path = tmp_path / "prices.toml"
     path.write_text(PRICES)
     folder = tmp_path / "ledger"
-    usage = Usage(
+    usage = UsageService(
         redis_client, folder, folder, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=read_prices(path)
     )
     await usage.ledger.take(
@@ -67,7 +67,7 @@ async def usage(redis_client: Redis, tmp_path: Path) -> Usage:
 
 
 @pytest.fixture
-async def client(usage: Usage, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def client(usage: UsageService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     async with RouterRig(tmp_path / "spool", TEXT, more_routes=usage.routes).client() as client:
         yield client
 
@@ -110,7 +110,7 @@ async def test_amounts_are_exact(client: httpx.AsyncClient) -> None:
     assert answer["total"]["amount"] == "0.000042442"
 
 
-async def test_amounts_stay_when_users_are_added_up(client: httpx.AsyncClient, usage: Usage) -> None:
+async def test_amounts_stay_when_users_are_added_up(client: httpx.AsyncClient, usage: UsageService) -> None:
     """Of private adapters that patterns of the list would distinguish, as of their tenant's own."""
     names = ("poet", "tiny", "~ann/poet", "~ann/tale", "~bob/po", "~bob/x")
     entries = [entry(10 + n, adapter=name, user="ann" if n % 2 else "bob", version=1) for n, name in enumerate(names)]
@@ -127,7 +127,7 @@ async def test_amounts_stay_when_users_are_added_up(client: httpx.AsyncClient, u
     assert await amounts() == before
 
 
-async def test_csv_has_the_same_and_no_cell_is_a_formula(client: httpx.AsyncClient, usage: Usage) -> None:
+async def test_csv_has_the_same_and_no_cell_is_a_formula(client: httpx.AsyncClient, usage: UsageService) -> None:
     await usage.ledger.take([entry(9, key_id="=1+1")])
     answer = await client.get(f"/v1/usage?by=key&format=csv&{SPAN}")
     assert answer.headers["content-type"].startswith("text/csv")

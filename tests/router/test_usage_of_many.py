@@ -17,8 +17,8 @@ from redis.asyncio import Redis
 
 from motet.adapters.registry.registry import connect
 from motet.router.http.loop_turns import LoopShare
-from motet.router.usage import usage_api, usage_rows
-from motet.router.usage.usage import Usage
+from motet.router.usage import usage, usage_rows
+from motet.router.usage.usage import UsageService
 from motet.router.usage.usage_rows import read_prices
 from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S, eventually_in_loop
@@ -35,7 +35,7 @@ async def client(redis_url: str, redis_client: Redis, tmp_path: Path) -> AsyncIt
     path = tmp_path / "prices.toml"
     path.write_text(PRICES)
     redis = connect(redis_url, PATIENCE_S)
-    usage = Usage(
+    usage = UsageService(
         redis, tmp_path, tmp_path, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=read_prices(path)
     )
     usage.ledger._timeout_s = PATIENCE_S
@@ -109,7 +109,7 @@ async def test_an_answer_that_would_take_too_much_memory_is_refused(
 async def test_a_tenants_questions_are_answered_one_after_the_other(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage_api, "MAX_OF_CALLER", 3)
+    monkeypatch.setattr(usage, "MAX_OF_CALLER", 3)
     num_reading = most_reading = 0
     rows = usage_rows.UsageSums.rows
 
@@ -174,11 +174,11 @@ async def test_a_client_that_does_not_read_is_cut_off(
         return made.setdefault(longest_s, asyncio.timeout(longest_s))
 
     with monkeypatch.context() as patch:
-        patch.setattr(usage_api, "asyncio", SimpleNamespace(timeout=timeout))
+        patch.setattr(usage, "asyncio", SimpleNamespace(timeout=timeout))
         stuck, sent = await slow_reader(client)
     other = await client.get(f"/v1/usage?{SPAN}", headers={"Authorization": "Bearer key-of-zenith"})
     assert other.status_code == 200
-    made[usage_api.LONGEST_S].reschedule(asyncio.get_running_loop().time())  # its time is over
+    made[usage.LONGEST_S].reschedule(asyncio.get_running_loop().time())  # its time is over
     await asyncio.wait_for(stuck, PATIENCE_S)
     assert sent[-1]["more_body"]  # so no client takes it for whole
     assert (await client.get(f"/v1/usage?{SPAN}")).status_code == 200
@@ -188,8 +188,8 @@ async def test_slow_readers_hold_no_more_than_there_is_room_for(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_sums = NUM_ADAPTERS * len(DAYS)
-    monkeypatch.setattr(usage_api, "MAX_HELD_FOR_CSV", num_sums + 1000)
-    monkeypatch.setattr(usage_api, "MAX_HELD", 2 * num_sums)
+    monkeypatch.setattr(usage, "MAX_HELD_FOR_CSV", num_sums + 1000)
+    monkeypatch.setattr(usage, "MAX_HELD", 2 * num_sums)
     asked = f"/v1/admin/usage?by=day,adapter&{SPAN}"
     stuck, _ = await slow_reader(client)
     for _ in range(2):  # what is refused holds nothing
@@ -197,7 +197,7 @@ async def test_slow_readers_hold_no_more_than_there_is_room_for(
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_requests")
         assert int(refused.headers["Retry-After"]) >= 1
         assert (await client.get(asked, headers=OPERATORS)).status_code == 200  # that needs no reader
-    monkeypatch.setattr(usage_api, "MAX_HELD", 2 * num_sums - 1)
+    monkeypatch.setattr(usage, "MAX_HELD", 2 * num_sums - 1)
     assert (await client.get(asked, headers=OPERATORS)).status_code == 429
     stuck.cancel()  # the client leaves
     await asyncio.gather(stuck, return_exceptions=True)

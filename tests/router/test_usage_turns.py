@@ -12,8 +12,8 @@ import pytest
 from motet.adapters.errors import RegistryUnavailable
 from motet.adapters.registry.ledger.ledger import Sum
 from motet.adapters.registry.tenants.records import TenantRecord
-from motet.router.usage import usage_api
-from motet.router.usage.usage_api import UsageApi
+from motet.router.usage import usage
+from motet.router.usage.usage import UsageApi
 from motet.router.usage.usage_rows import usage_query
 from motet.tests.rigs.patience import PATIENCE_S
 
@@ -31,7 +31,7 @@ class MonthlyLedger:
 
 
 async def test_a_long_question_lets_others_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(usage_api, "MAX_READING", 1)
+    monkeypatch.setattr(usage, "MAX_READING", 1)
     ledger: Any = MonthlyLedger()
     view: Any = None
     api = UsageApi(view, ledger, None)

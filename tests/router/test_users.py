@@ -14,7 +14,7 @@ from safetensors.torch import save
 from motet.adapters.registry.ledger.entry import Entry, Stage
 from motet.cluster.client_commands.usage_commands import limit_lines
 from motet.router.tenancy.quotas import Quotas
-from motet.router.usage.usage import Usage
+from motet.router.usage.usage import UsageService
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.quota_rig import A_WHILE_S
 from motet.tests.rigs.router_rig import BASE, OPERATOR_KEY
@@ -251,7 +251,7 @@ SPAN = "from=2026-11-01&to=2026-12-01"
 async def metered(redis_client: Redis, tmp_path: Path) -> AsyncIterator[Users]:
     """Four answers: two of ann's, by her own adapter and by the base, one of eve's by hers, and one of no user's."""
     folder = tmp_path / "ledger"
-    usage = Usage(redis_client, folder, folder, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None)
+    usage = UsageService(redis_client, folder, folder, kept_days=3, spool_bytes=1 << 30, min_free_bytes=0, prices=None)
     fixed: dict[str, Any] = {"tenant": "acme", "began_at": 1795168800, "stage": Stage.COMPLETE}
     fixed |= {"requests": 1, "output_tokens": 5}
     answers = [("ann", "~ann/poet", 1), ("ann", "tiny", 0), (EVE, f"~{EVE}/poet", 1), ("", "tiny", 0)]

@@ -200,7 +200,7 @@ def test_it_serves_and_takes_settings_over_as_it_runs(application: Application) 
     eventually(lambda: application.ask(KEYS["acme"], n=3).status_code == 400)
     assert application.ask(KEYS["acme"], n=2).status_code == 200
     # What is wrong changes nothing, and ends no process.
-    application.set_live("router", max_sequences_per_request=4, drain=3)
+    application.set_live("router", max_sequences_per_request=4, gang_wait=3)
     application.set_live("gang", pool_bytes="1GiB")
     assert application.ask(KEYS["acme"], n=3).status_code == 400
     application.set_live("gang")

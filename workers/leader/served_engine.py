@@ -17,18 +17,18 @@ from ..wire.messages import ResidencyChange, SequenceUpdate
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderConfig:
-    """What may wait in one gang, and how long it remembers and keeps sequences."""
+    """What may wait in one gang, and how long it keeps sequences. A field with a default is no setting."""
 
     max_waiting_sequences: int  # that have no token yet; more are refused
-    max_waiting_tokens: int  # of their prompts, some 50 bytes of the leader's memory each; one may always wait
+    max_waiting_tokens: int = 4 << 20  # of their prompts, some 50 bytes of memory each; one may always wait
     tenant_queue_share: float  # of both, that one tenant may take; one of its sequences may always wait
     max_num_sequences: int  # that run at once
     tenant_running_share: float  # of these, that one tenant may have in the engine; 1: there is no bound
-    drain_s: float  # how long sequences may go on once the gang is to stop
-    orphan_s: float  # from the end of their router's stream: long enough to replace a router
-    finished_s: float  # from their end, while their router's stream goes on
-    max_finished: int  # sequences that have ended and are kept
-    max_finished_values: int  # tokens and log-probabilities of those, together
+    drain_s: float = 5.0  # how long sequences may go on once the gang is to stop
+    orphan_s: float = 60.0  # from the end of their router's stream: long enough to replace a router
+    finished_s: float = 10.0  # from their end, while their router's stream goes on
+    max_finished: int = 1024  # sequences that have ended and are kept
+    max_finished_values: int = 4 << 20  # tokens and log-probabilities of those, together
 
     @property
     def max_tenant_running(self) -> int | None:

@@ -61,6 +61,11 @@ OTHER_USERS: Final = "(other)"  # not a valid name of a user
 
 
 def parse_group(text: str) -> Group:
+    """A group as `str` writes it, where the user's name is in front if there is one.
+
+    >>> parse_group("key\\tsql\\t3\\tab12")
+    Group(key_id='key', adapter='sql', version=3, digest='ab12', user='')
+    """
     *user, key_id, adapter, version, digest = text.split("\t")
     return Group(key_id, adapter, int(version), digest, *user)
 
@@ -118,6 +123,12 @@ def merged(record: Entry, other: Entry) -> Entry:
 
     Each position of the prompt is charged once. So what is cached is what no entry has computed: a stream that is
     resumed finds in the cache what it computed before.
+
+    >>> begin = Entry(id="a", tenant="acme", began_at=0, prompt_tokens=100, output_tokens=5)
+    >>> resumed = Entry(id="a", tenant="acme", began_at=0, prompt_tokens=100, cached_tokens=96, output_tokens=9)
+    >>> both = merged(begin, resumed)
+    >>> both.output_tokens, both.cached_tokens, both == merged(resumed, begin)
+    (9, 0, True)
     """
     assert (record.id, record.tenant_id) == (other.id, other.tenant_id)
     # A stream can be resumed with another key of its tenant: either key would do, but all must choose the same.

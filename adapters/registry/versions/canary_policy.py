@@ -62,6 +62,9 @@ def counts_still(num_of_key: int, num_of_all: int) -> bool:
     Both numbers are of one kind and version. A key makes up at most a hundredth of the sample plus two answers. So two
     keys alone cannot roll back a canary that is good for all others: two hundredths are within every margin, and four
     of MIN_ANSWERS decide nothing. At least ten keys are needed to judge a version.
+
+    >>> [counts_still(num_of_key, 1000) for num_of_key in (0, 11, 12)]
+    [True, True, False]
     """
     return num_of_key < FREE_ANSWERS + num_of_all // ANSWERS_A_SHARE
 

@@ -37,7 +37,7 @@ applications:
 {{- /* Serve's autoscaling_config, as JSON. Serve takes nothing of it from args, so it is whole. */ -}}
 {{- define "motet.autoscaling" -}}
 {{- $policy := dict "policy_function" "motet.cluster.replicas.autoscaler:GangAutoscaler" -}}
-{{- with pick .args "queued-tokens-per-gang" "max-tokens-per-step" "pool-pressure" "adapter-loads-per-s" "scale-down-share" "scale-down-after" "scale-to-zero-after" "tenant-scaling-share" "scaling-window" "cold-start-wait" }}{{- $_ := set $policy "policy_kwargs" (dict "settings" .) }}{{- end -}}
+{{- with pick .args "queued-tokens-per-gang" "max-tokens-per-step" "pool-pressure" "scale-down-after" "scale-to-zero-after" "tenant-scaling-share" "scaling-window" "cold-start-wait" }}{{- $_ := set $policy "policy_kwargs" (dict "settings" .) }}{{- end -}}
 {{- $window := get .args "scaling-window" | default 5 -}}
 {{- $config := dict "min_replicas" .least "max_replicas" .most "upscale_delay_s" 0 "downscale_delay_s" 0 "downscale_to_zero_delay_s" 0 "look_back_period_s" $window "metrics_interval_s" (divf $window 5) -}}
 {{- if eq .least 0 }}{{- $_ := set $config "initial_replicas" 1 }}{{- end -}}

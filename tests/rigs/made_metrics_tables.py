@@ -10,15 +10,14 @@ from pathlib import Path
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from ...router.exposition.families import GANG, text_of
-from ...router.exposition.router_families import RouterFacts, router_families
-from ...router.metrics import Metrics, ServeFacts
-from ...workers.leader.residency import RequestedAdapters
-from ...workers.wire.engine_load import EngineLoad, TenantShare
-from ...workers.wire.messages import GangInfo
-from .gang_metrics import GangFacts, GangMetrics
+from motet.cluster.exposition.gang_metrics import GangFacts, GangMetrics
+from motet.router.exposition.families import GANG, RouterFacts, router_families, text_of
+from motet.router.metrics import Metrics, ServeFacts
+from motet.workers.leader.residency import RequestedAdapters
+from motet.workers.wire.engine_load import EngineLoad, TenantShare
+from motet.workers.wire.messages import GangInfo
 
-COMMAND = "python -m motet.cluster.exposition.metrics_tables docs/metrics.md"
+COMMAND = "python -m motet.tests.rigs.made_metrics_tables docs/metrics.md"
 _EVERYWHERE = {"router", GANG, "base", "le"}
 _TABLE = "<!-- {name}: made by {command} -->\n\n{rows}\n\n<!-- end of {name} -->"
 

@@ -1,6 +1,6 @@
 """The page of all settings, made of their schema.
 
-.venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md
+.venv/bin/python -m motet.tests.rigs.made_settings_page docs/settings.md
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from .setting_field import SettingField, fields_of
-from .settings import SERVES_OPTIONS, Settings
+from motet.cluster.settings.setting_field import SettingField, fields_of
+from motet.cluster.settings.settings import SERVES_OPTIONS, Settings
 
 INTRODUCTION = """\
 # Settings
 
 This page is made of the schema in `cluster/settings/`. To change it, change the schema, then run
-`.venv/bin/python -m motet.cluster.settings.settings_page docs/settings.md`.
+`.venv/bin/python -m motet.tests.rigs.made_settings_page docs/settings.md`.
 
 Each setting is an option of `motet serve` (`--max-num-sequences 64`) and a key of its TOML file (`--config FILE`, with
 `max-num-sequences = 64`). The command line overrides an environment variable, that the file, and the file the default.
