@@ -111,7 +111,7 @@ class Store:
     async def read(self, *commands: Command) -> list[Any]:
         """The replies, all of one moment.
 
-        >>> fields, records = await store.read(("ZRANGE", NAMES, 0, 9), ("HGET", ADAPTERS, (1,)))
+        `fields, records = await store.read(("ZRANGE", NAMES, 0, 9), ("HGET", ADAPTERS, (1,)))`
         """
         async with answered_within(self._timeout_s):
             replies: list[Any] = await self._read(slot=self._slot, commands=_encode(commands))
