@@ -48,6 +48,7 @@ class BaseShape:
     num_layers: int
     modules: Mapping[str, tuple[int, int]]  # the modules that adapters of this base may have, in packing order
     experts: ExpertShape | None = None
+    is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:
         """How many matrices a layer has of an entry of `modules`."""

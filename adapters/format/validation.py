@@ -10,7 +10,16 @@ from pathlib import Path
 from ..adapter import BaseShape, family_of_module
 from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
-from .peft import TENSORS_FILE, LoraConfig, foreign_feature, parse_config, parse_tensor_name, tensor_name
+from .peft import (
+    TENSORS_FILE,
+    LoraConfig,
+    foreign_feature,
+    is_of_vision,
+    module_prefix,
+    parse_config,
+    parse_tensor_name,
+    tensor_name,
+)
 from .targets import PatternTime, Target, by_pattern, named_in, names_found, resolve_targets
 from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 
@@ -178,21 +187,26 @@ def validate(
 
     `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
     is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
-    base and are finite.
+    base and are finite. Of a base that takes pictures too, LoRA of what reads them is left out where B is 0, as after
+    training on text alone; where it is not, the adapter is refused.
     """
     parsed = parse_config(config)
     time = PatternTime()
-    targets, parameters = resolve_targets(parsed, shape, time), resolve_parameters(parsed, shape, time)
-    _check_disjoint(targets, parameters)
     file = TensorFile(tensors, TENSORS_FILE, max_header_bytes=max_header_bytes(shape))
-    fused_names = match_fused_names([name for name in file.entries if parse_fused_name(name) is not None], parameters)
-    names = _match_names([name for name in file.entries if parse_fused_name(name) is None], targets, shape)
+    prefix = module_prefix(file.entries, shape.is_wrapped)
+    targets, parameters = resolve_targets(parsed, shape, time, prefix), resolve_parameters(parsed, shape, time)
+    _check_disjoint(targets, parameters)
+    of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
+    of_text = [name for name in file.entries if name not in of_vision]
+    fused_names = match_fused_names([name for name in of_text if parse_fused_name(name) is not None], parameters)
+    names = _match_names([name for name in of_text if parse_fused_name(name) is None], targets, shape, prefix)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape)
     for key, name in fused_names.items():
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
     check_ranks(ranks_over_layers(_ranks(targets, parameters, num_experts), num_experts))
+    _refuse_vision(file, of_vision)
     arrays = {key: _finite(file, name) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
     matrices = {
@@ -208,7 +222,8 @@ def validate(
 
 def max_header_bytes(shape: BaseShape) -> int:
     """The longest header that is accepted, from the number of tensors that an adapter of this base can have."""
-    return min(_FIXED_HEADER_BYTES + shape.num_matrices * _HEADER_BYTES_PER_TENSOR, MAX_HEADER_BYTES)
+    num_matrices = shape.num_matrices * (2 if shape.is_wrapped else 1)  # those of vision are fewer than of text
+    return min(_FIXED_HEADER_BYTES + num_matrices * _HEADER_BYTES_PER_TENSOR, MAX_HEADER_BYTES)
 
 
 def _ranks(
@@ -234,14 +249,27 @@ def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mappi
             )
 
 
+def _refuse_vision(file: TensorFile, names: Iterable[str]) -> None:
+    """Raises AdapterInvalid for LoRA of what reads the pictures, unless its B is 0 and it changes nothing."""
+    for name in sorted(names):
+        if ".lora_B." not in name and ".lora_A." in name:
+            continue
+        if ".lora_B." not in name or file.tensor(name).any():
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds {quote(name, 160)}, which changes how the base reads pictures, and only its "
+                "text model is served: train with target_modules that match modules of language_model alone"
+            )
+
+
 def _match_names(
-    tensor_names: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape
+    tensor_names: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape, prefix: str
 ) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and duplicate ones."""
     names: dict[_Key, str] = {}
     for name in tensor_names:
         key = parse_tensor_name(name)
-        if key is None or family_of_module(key[1]) not in shape.modules or f".{shape.path(key[1])}." not in name:
+        is_fitting = key is not None and family_of_module(key[1]) in shape.modules
+        if key is None or not is_fitting or f".{shape.path(key[1])}." not in name or not _begins(name, prefix):
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(
@@ -267,6 +295,11 @@ def _match_names(
     if missing:
         raise AdapterInvalid(f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}")
     return names
+
+
+def _begins(name: str, prefix: str) -> bool:
+    """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
+    return name.startswith((f"base_model.model.{prefix}layers.", "base_model.model.layers."))
 
 
 def _refuse_tensor(name: str, shape: BaseShape) -> None:

@@ -23,17 +23,23 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     LlamaConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
 )
 
 VOCAB_SIZE = 160
@@ -136,6 +142,75 @@ VARIANTS: Mapping[str, Variant] = {
     ),
 }
 
+WRAPPED_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": VOCAB_SIZE - 1,
+    "pad_token_id": None,
+}
+QWEN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 90_000.0, "mrope_section": [1, 2, 3]}
+QWEN_TOKENS: dict[str, Any] = {
+    "vision_start_token_id": 150,
+    "vision_end_token_id": 151,
+    "image_token_id": 152,
+    "video_token_id": 153,
+}
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+PIXTRAL: dict[str, Any] = {**SIGLIP, "model_type": "pixtral", "head_dim": 8}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "patch_size": 14,
+}
+
+# Models that take pictures too.
+WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "gemma3_vision": lambda: Gemma3Config(
+        text_config={**WRAPPED_TEXT, "head_dim": 16, "query_pre_attn_scalar": 6, "sliding_window": 12},
+        vision_config=SIGLIP,
+        mm_tokens_per_image=4,
+        image_token_index=152,
+        boi_token_index=150,
+        eoi_token_index=151,
+    ),
+    "mistral3_vision": lambda: Mistral3Config(
+        text_config={**WRAPPED_TEXT, "model_type": "mistral", "head_dim": 20, "sliding_window": None},
+        vision_config=PIXTRAL,
+        image_token_index=152,
+        tie_word_embeddings=False,
+    ),
+    "qwen2_vl": lambda: Qwen2VLConfig(
+        text_config={**WRAPPED_TEXT, "rope_parameters": {**QWEN_ROPE}},
+        vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48, "patch_size": 14},
+        **QWEN_TOKENS,
+    ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={**WRAPPED_TEXT, "rope_parameters": {**QWEN_ROPE}}, vision_config=QWEN_VISION, **QWEN_TOKENS
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={**WRAPPED_TEXT, "head_dim": 16, "rope_parameters": {**QWEN_ROPE, "mrope_section": [2, 3, 3]}},
+        vision_config={**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=True,
+        **QWEN_TOKENS,
+    ),
+}
+
 
 @dataclass(frozen=True)
 class AdapterRecipe:
@@ -197,13 +272,14 @@ def write_model(name: str, folder: Path, **changes: int) -> Path:
 @cache
 def _made_model(name: str, **changes: int) -> Path:
     folder = Path(tempfile.mkdtemp(dir=_made_here().name))
-    variant = VARIANTS[name]
+    variant = VARIANTS.get(name) or Variant(WRAPPED[name])
     config = variant.config()
     for field_name, value in changes.items():
         assert hasattr(config, field_name), field_name
         setattr(config, field_name, value)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _redraw(model, torch.Generator().manual_seed(list(VARIANTS).index(name)))
+    loader = AutoModelForImageTextToText if name in WRAPPED else AutoModelForCausalLM
+    model = loader.from_config(config, dtype=torch.float32)
+    _redraw(model, torch.Generator().manual_seed([*VARIANTS, *WRAPPED].index(name)))
     model.save_pretrained(folder, max_shard_size="100KB" if variant.sharded else "1GB")
     if variant.legacy_json:
         _write_legacy_json(folder / "config.json")

@@ -13,8 +13,8 @@ from ...kernels.norms import ACTIVATIONS
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
-from .families import Family, family_of
-from .rotary_config import RotaryConfig, layer_rotaries
+from .families import WRAPPERS, Family, Wrapper, family_of
+from .rotary_config import RotaryConfig, layer_rotaries, without_axes
 from .sliding import sliding_layers
 
 # The facts of a base's experts, read from config.json.
@@ -86,6 +86,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # by layer: newest tokens that a token sees, itself included; None: all
     experts: ExpertConfig | None
     eos_token_ids: tuple[int, ...]
+    is_wrapped: bool = False  # the text model of one that takes pictures too
 
     @staticmethod
     def from_folder(folder: Path) -> ModelConfig:
@@ -114,7 +115,7 @@ class ModelConfig:
         }
         experts, names = self.experts, self.family.experts
         if experts is None or names is None:
-            return BaseShape(self.num_layers, attn | dense)
+            return BaseShape(self.num_layers, attn | dense, is_wrapped=self.is_wrapped)
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
@@ -174,8 +175,12 @@ def _object_of(path: Path) -> dict[str, Any]:
 
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
-    family = _family(raw)
     _refuse_unsupported(raw)
+    wrapper = WRAPPERS.get(_architecture(raw))
+    if wrapper is not None:
+        raw = _text_config(raw, wrapper)
+        _refuse_unsupported(raw)
+    family = _family(raw) if wrapper is None else wrapper.text
     values = read_keys(raw, family)
     activation = values[family.activation_key]
     if activation not in ACTIVATIONS:
@@ -212,20 +217,49 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         sliding_windows=tuple(window if slide else None for slide in slides),
         experts=ExpertConfig.from_values(values, family),
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
+        is_wrapped=wrapper is not None,
     )
 
 
-def _family(raw: Mapping[str, Any]) -> Family:
+def _architecture(raw: Mapping[str, Any]) -> str:
     architectures = raw.get("architectures") or ["none named"]
     if not isinstance(architectures, list):
         raise ValueError(f"architectures = {architectures!r}: a list with one name is needed")
-    family, model_type = family_of(str(architectures[0])), raw.get("model_type")
-    if model_type is not None and model_type != family.model_type:  # by which transformers chooses
-        raise ValueError(
-            f"model_type = {model_type!r} contradicts architectures = {architectures!r}, whose model_type is "
-            f"{family.model_type!r}: correct one of them"
-        )
+    return str(architectures[0])
+
+
+def _family(raw: Mapping[str, Any]) -> Family:
+    family = family_of(_architecture(raw))
+    _check_model_type(raw, family.model_type)
     return family
+
+
+def _check_model_type(raw: Mapping[str, Any], needed: str) -> None:
+    """transformers chooses by `model_type`, and motet by `architectures`."""
+    model_type = raw.get("model_type")
+    if model_type is not None and model_type != needed:
+        raise ValueError(
+            f"model_type = {model_type!r} contradicts architectures = {raw['architectures']!r}, whose model_type is "
+            f"{needed!r}: correct one of them"
+        )
+
+
+def _text_config(raw: Mapping[str, Any], wrapper: Wrapper) -> Mapping[str, Any]:
+    """The keys of the text model, as a model of text alone has them."""
+    _check_model_type(raw, wrapper.model_type)
+    if wrapper.may_be_flat and "text_config" not in raw:
+        text = {key: value for key, value in raw.items() if key not in ("model_type", "vision_config")}
+    else:
+        text = dict(raw["text_config"])
+        model_type = text.get("model_type", wrapper.text.model_type)
+        if model_type != wrapper.text.model_type:
+            raise ValueError(
+                f"text_config.model_type = {model_type!r} is not supported in a {wrapper.model_type}: "
+                f"{wrapper.text.model_type!r} is accepted"
+            )
+        text["eos_token_id"] = raw.get("eos_token_id") or text.get("eos_token_id")
+    text["tie_word_embeddings"] = raw.get("tie_word_embeddings", wrapper.ties_by_default)
+    return without_axes(text)
 
 
 def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family: Family) -> int:

@@ -127,7 +127,7 @@ def read_keys(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """
     raw = _renamed(raw, family)
     _refuse_unread(raw, family)
-    values: dict[str, Any] = {key: _checked(key, raw[key]) for key in _NEEDED}
+    values: dict[str, Any] = {key: _checked(key, raw[key]) for key in _NEEDED if key not in family.defaults}
     for key, default in family.defaults.items():
         value = raw.get(key, default)
         is_null = value is None and (default is None or key in _NULLABLE or key in family.nullable)

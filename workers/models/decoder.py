@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
+from .families import VISION_PREFIXES
 from .layers import (
     DOWN,
     GATE_UP,
@@ -237,11 +238,14 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
             "transformers then computes with this head; without lm_head.weight the embedding is the head"
         )
     if config.tie_word_embeddings or not checkpoint.has_head:  # then no logits are needed: see `GangLimits`
-        checkpoint.drop("lm_head.weight")
+        checkpoint.drop(suffix="lm_head.weight")
         head = embedding
     else:
         head = checkpoint.take("lm_head.weight", (vocab, hidden), rows=part)
-    checkpoint.drop("rotary_emb.inv_freq")
+    checkpoint.drop(suffix="rotary_emb.inv_freq")
+    for prefix in VISION_PREFIXES if config.is_wrapped else ():
+        checkpoint.drop(prefix=prefix)
+        checkpoint.drop(prefix=f"model.{prefix}")
     checkpoint.finish()
     scale = 1.0
     if config.family.scaled_embedding:  # rounded to the weights' dtype, as these families were trained

@@ -300,9 +300,9 @@ class DeviceCheckpoint:
     def has_other_head(self) -> bool:
         return has_other_head(self._folder)
 
-    def drop(self, suffix: str) -> None:
-        """Forgets tensors that the model computes by itself or shares."""
-        for name in [name for name in self._where if name.endswith(suffix)]:
+    def drop(self, *, prefix: str = "", suffix: str = "") -> None:
+        """Forgets tensors that the model computes by itself, shares or does not use."""
+        for name in [name for name in self._where if name.startswith(prefix) and name.endswith(suffix)]:
             self._progress.done(self._where.pop(name).num_bytes)
 
     def finish(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .sliding import (
@@ -194,6 +194,59 @@ FAMILIES = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model that takes pictures too, of which motet computes the text model: the facts of its config.json.
+
+    Text alone has the same position on all axes of a rotary embedding of several (`mrope`), which is then plain.
+    """
+
+    model_type: str
+    text: Family  # what `text_config` describes
+    ties_by_default: bool = False  # `tie_word_embeddings` counts beside `text_config`, not in it
+    may_be_flat: bool = False  # older files have the text model's keys beside `vision_config`
+
+
+_QWEN_VL: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+_QWEN2, _QWEN3, _GEMMA3 = (FAMILIES[f"{name}ForCausalLM"] for name in ("Qwen2", "Qwen3", "Gemma3"))
+_QWEN2_VL = replace(_QWEN2, defaults={**_QWEN2.defaults, **_QWEN_VL}, rope_theta=1_000_000.0)
+
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        "gemma3",
+        replace(  # files name only what differs from these
+            _GEMMA3,
+            defaults={
+                **_GEMMA3.defaults,
+                "vocab_size": 262_208,
+                "num_attention_heads": 8,
+                "max_position_embeddings": 131_072,
+            },
+        ),
+        ties_by_default=True,
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper("mistral3", FAMILIES["MistralForCausalLM"], ties_by_default=True),
+    "Qwen2VLForConditionalGeneration": Wrapper(
+        "qwen2_vl", replace(_QWEN2_VL, model_type="qwen2_vl_text"), may_be_flat=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+        "qwen2_5_vl", replace(_QWEN2_VL, model_type="qwen2_5_vl_text"), may_be_flat=True
+    ),
+    "Qwen3VLForConditionalGeneration": Wrapper(
+        "qwen3_vl",
+        replace(
+            _QWEN3,
+            model_type="qwen3_vl_text",
+            defaults=_COMMON | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+            rope_theta=500_000.0,
+            slides=never,
+        ),
+    ),
+}
+# The tensors, by the beginnings of their names, and their adapters' that belong to no text model.
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.")
+
 # As AutoModel saves a model, without its head. A Gemma3Model sees images.
 _WITHOUT_HEAD = {
     name.replace("ForCausalLM", "TextModel" if name.startswith("Gemma3") else "Model"): family
@@ -205,5 +258,6 @@ def family_of(architecture: str) -> Family:
     """The family of an architecture. Raises ValueError for one that motet does not compute."""
     family = FAMILIES.get(architecture) or _WITHOUT_HEAD.get(architecture)
     if family is None:
-        raise ValueError(f"architecture {architecture!r} is not supported: {', '.join(FAMILIES)} are accepted")
+        accepted = ", ".join((*FAMILIES, *WRAPPERS))
+        raise ValueError(f"architecture {architecture!r} is not supported: {accepted} are accepted")
     return family

@@ -17,6 +17,8 @@ _NEEDED = {
 }
 _OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+_TYPE_KEYS = ("rope_type", "type")
+_AXES_KEYS = ("mrope_section", "mrope_interleaved")
 _NOTES = frozenset({"finetuned"})  # of published files; nothing computes with them
 
 
@@ -33,7 +35,7 @@ class RotaryConfig:
         Raises ValueError for what this decoder or transformers does not compute.
         """
         parameters = _parameters(raw)
-        types = [parameters.pop("rope_type", None), parameters.pop("type", None)]
+        types = [parameters.pop(key, None) for key in _TYPE_KEYS]
         kind = str(types[0] or types[1] or "default")
         if kind not in SCALINGS:
             raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(SCALINGS)} are accepted")
@@ -106,6 +108,16 @@ def _options(kind: str, parameters: Mapping[str, Any]) -> dict[str, float]:
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def without_axes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The same config for positions of text, which are equal on all axes of a rotary embedding for pictures."""
+    plain = dict(raw)
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := raw.get(key), Mapping):
+            kinds = {name: "default" if rope[name] == "mrope" else rope[name] for name in _TYPE_KEYS if name in rope}
+            plain[key] = {name: value for name, value in rope.items() if name not in _AXES_KEYS} | kinds
+    return plain
 
 
 def layer_rotaries(

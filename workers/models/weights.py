@@ -37,8 +37,8 @@ class WeightSource(Protocol):
     def has_other_head(self) -> bool:
         """Whether the model was saved with a head that is not its embedding. Reads both."""
 
-    def drop(self, suffix: str) -> None:
-        """Removes tensors whose names end with `suffix`, which the model computes by itself or shares."""
+    def drop(self, *, prefix: str = "", suffix: str = "") -> None:
+        """Removes tensors whose names begin and end so, which the model computes by itself, shares or does not use."""
 
     def finish(self) -> None:
         """Raises ValueError if tensors are left that no part of the model took."""
@@ -92,9 +92,9 @@ class Checkpoint:
     def has_other_head(self) -> bool:
         return has_other_head(self._folder)
 
-    def drop(self, suffix: str) -> None:
-        """Forgets tensors that the model computes by itself or shares."""
-        for name in [name for name in self._where if name.endswith(suffix)]:
+    def drop(self, *, prefix: str = "", suffix: str = "") -> None:
+        """Forgets tensors that the model computes by itself, shares or does not use."""
+        for name in [name for name in self._where if name.startswith(prefix) and name.endswith(suffix)]:
             del self._where[name]
 
     def finish(self) -> None:
