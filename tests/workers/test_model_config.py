@@ -166,7 +166,7 @@ def test_sliding_windows_are_those_of_the_family(
         ({"eos_token_id": "12"}, "eos_token_id = '12': a whole number"),
         ({"is_causal": False}, "is_causal = false is not supported: only causal"),
         ({"architectures": ["Gemma3Model"]}, "is not supported: .*Gemma3ForCausalLM"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not supported: .*Gemma3ForCausalLM"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "is not supported: .*Gemma3ForCausalLM"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts": 2, "num_local_experts": 4},
             "num_experts = 2 contradicts num_local_experts = 4",

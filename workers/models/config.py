@@ -258,8 +258,9 @@ def _text_config(raw: Mapping[str, Any], wrapper: Wrapper) -> Mapping[str, Any]:
                 f"{wrapper.text.model_type!r} is accepted"
             )
         text["eos_token_id"] = raw.get("eos_token_id") or text.get("eos_token_id")
-    text["tie_word_embeddings"] = raw.get("tie_word_embeddings", wrapper.ties_by_default)
-    return without_axes(text)
+    if isinstance(text.get("tie_word_embeddings", False), bool):  # else it is refused
+        text["tie_word_embeddings"] = raw.get("tie_word_embeddings", wrapper.ties_by_default)
+    return without_axes(text, wrapper.has_axes)
 
 
 def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family: Family) -> int:

@@ -206,6 +206,7 @@ class Wrapper:
     text: Family  # what `text_config` describes
     ties_by_default: bool = False  # `tie_word_embeddings` counts beside `text_config`, not in it
     may_be_flat: bool = False  # older files have the text model's keys beside `vision_config`
+    has_axes: bool = False  # its rotary embedding has to name `mrope_section`
 
 
 _QWEN_VL: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
@@ -215,23 +216,19 @@ _QWEN2_VL = replace(_QWEN2, defaults={**_QWEN2.defaults, **_QWEN_VL}, rope_theta
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper(
         "gemma3",
-        replace(  # files name only what differs from these
+        replace(  # files name only what differs from these; the cap of logits would not be applied
             _GEMMA3,
-            defaults={
-                **_GEMMA3.defaults,
-                "vocab_size": 262_208,
-                "num_attention_heads": 8,
-                "max_position_embeddings": 131_072,
-            },
+            defaults={key: value for key, value in _GEMMA3.defaults.items() if key != "final_logit_softcapping"}
+            | {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072},
         ),
         ties_by_default=True,
     ),
     "Mistral3ForConditionalGeneration": Wrapper("mistral3", FAMILIES["MistralForCausalLM"], ties_by_default=True),
     "Qwen2VLForConditionalGeneration": Wrapper(
-        "qwen2_vl", replace(_QWEN2_VL, model_type="qwen2_vl_text"), may_be_flat=True
+        "qwen2_vl", replace(_QWEN2_VL, model_type="qwen2_vl_text"), may_be_flat=True, has_axes=True
     ),
     "Qwen2_5_VLForConditionalGeneration": Wrapper(
-        "qwen2_5_vl", replace(_QWEN2_VL, model_type="qwen2_5_vl_text"), may_be_flat=True
+        "qwen2_5_vl", replace(_QWEN2_VL, model_type="qwen2_5_vl_text"), may_be_flat=True, has_axes=True
     ),
     "Qwen3VLForConditionalGeneration": Wrapper(
         "qwen3_vl",

@@ -110,9 +110,14 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def without_axes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The same config for positions of text, which are equal on all axes of a rotary embedding for pictures."""
+def without_axes(raw: Mapping[str, Any], has_axes: bool) -> dict[str, Any]:
+    """The same config for positions of text, which are equal on all axes of a rotary embedding for pictures.
+
+    `has_axes`: they have to be named. Raises KeyError otherwise.
+    """
     plain = dict(raw)
+    if has_axes and _AXES_KEYS[0] not in _parameters(raw):
+        raise KeyError(_AXES_KEYS[0])
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(rope := raw.get(key), Mapping):
             kinds = {name: "default" if rope[name] == "mrope" else rope[name] for name in _TYPE_KEYS if name in rope}
