@@ -1,0 +1,42 @@
+"""The table of docs/models.md, made of the families in workers/models/families.py.
+
+.venv/bin/python -m motet.tests.rigs.made_models_page docs/models.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+from motet.workers.models.families import FAMILIES, WRAPPERS, Family
+
+_BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
+_COLUMNS: Final = ("`architectures`", "`model_type`", "served", "LoRA on")
+_DENSE: Final = "q, k, v, o, gate, up, down"
+
+
+def made_page(page: str) -> str:
+    """The page as it should be."""
+    rows = [
+        (architecture, family.model_type, "all", _lora(family))
+        for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0].lower())
+    ]
+    rows += [
+        (architecture, f"{wrapper.model_type}` of `{wrapper.text.model_type}", "its text model", _lora(wrapper.text))
+        for architecture, wrapper in sorted(WRAPPERS.items(), key=lambda item: item[0].lower())
+    ]
+    head = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
+    lines = [f"| `{architecture}` | `{kind}` | {served} | {lora} |" for architecture, kind, served, lora in rows]
+    table = "\n".join([*head, *lines])
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{table}\n{block[2]}", page)
+
+
+def _lora(family: Family) -> str:
+    return _DENSE if family.experts is None else "q, k, v, o, and gate, up, down of each expert"
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(made_page(path.read_text()))
