@@ -27,7 +27,10 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
@@ -40,6 +43,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 160
@@ -139,6 +144,32 @@ VARIANTS: Mapping[str, Variant] = {
     "qwen3_moe": Variant(
         lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=True, rope_parameters=WIDE_ROPE),
         legacy_json=True,
+    ),
+    "ministral": Variant(
+        lambda: MinistralConfig(
+            **SHAPE,
+            head_dim=24,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    ),
+    "granite": Variant(
+        lambda: GraniteConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            attention_bias=True,
+            mlp_bias=True,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.2,
+            logits_scaling=0.7,
+        )
+    ),
+    "smollm3": Variant(
+        lambda: SmolLM3Config(**SHAPE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=12)
+    ),
+    "seed_oss": Variant(lambda: SeedOssConfig(**SHAPE, head_dim=24)),
+    "gemma": Variant(
+        lambda: GemmaConfig(**SHAPE | {"tie_word_embeddings": True, "num_key_value_heads": 1}, head_dim=24)
     ),
 }
 

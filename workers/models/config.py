@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
-from .rotary_config import RotaryConfig, layer_rotaries, without_axes
-from .sliding import sliding_layers
+from .rotary_config import NO_ROTARY, RotaryConfig, layer_rotaries, without_axes
+from .sliding import has_rotary, sliding_layers
 
 # The facts of a base's experts, read from config.json.
 
@@ -86,6 +86,9 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # by layer: newest tokens that a token sees, itself included; None: all
     experts: ExpertConfig | None
     eos_token_ids: tuple[int, ...]
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what each half of a layer adds to the residual
+    logit_multiplier: float = 1.0
     is_wrapped: bool = False  # the text model of one that takes pictures too
 
     @staticmethod
@@ -134,7 +137,8 @@ class ModelConfig:
     @property
     def longest(self) -> int | None:
         """Tokens to which the rotary embedding was stretched, whatever the context is; None: config.json says none."""
-        return None if self.rotaries[0].longest is None else int(self.rotaries[0].longest)
+        rotated = next((rotary for rotary in self.rotaries if rotary.kind != NO_ROTARY), self.rotaries[0])
+        return None if rotated.longest is None else int(rotated.longest)
 
     @property
     def full_layers(self) -> FullLayers | None:
@@ -183,6 +187,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     family = _family(raw) if wrapper is None else wrapper.text
     values = read_keys(raw, family)
     activation = values[family.activation_key]
+    activation = family.activations.get(activation, activation)
     if activation not in ACTIVATIONS:
         accepted = ", ".join(ACTIVATIONS)
         raise ValueError(f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted")
@@ -194,6 +199,9 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     attention_bias = values.get("attention_bias", False)
     slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
     rotaries = layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta)
+    context = _context(values, rotaries, family)
+    if "no_rope_layers" in values:
+        rotaries = _rotated(values, rotaries)
     return ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
@@ -206,17 +214,22 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         norm_eps=float(values["rms_norm_eps"]),
         activation=activation,
         rotaries=rotaries,
-        max_model_len=_context(values, rotaries, family),
+        max_model_len=context,
         tie_word_embeddings=values["tie_word_embeddings"],
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
-        output_bias=attention_bias,
+        output_bias=values.get("attention_out_bias", attention_bias),
         mlp_bias=values.get("mlp_bias", False),
-        attention_scale=float(values.get("query_pre_attn_scalar", head_dim)) ** -0.5,
+        attention_scale=float(
+            values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)
+        ),
         attention_softcap=_number(values.get("attn_logit_softcapping")),
         logit_softcap=_number(values.get("final_logit_softcapping")),
         sliding_windows=tuple(window if slide else None for slide in slides),
         experts=ExpertConfig.from_values(values, family),
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
+        embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
+        residual_multiplier=float(values.get("residual_multiplier", 1.0)),
+        logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
         is_wrapped=wrapper is not None,
     )
 
@@ -269,6 +282,17 @@ def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family
     if rotary.kind == "linear" and not family.linear_is_in_context:
         return int(positions * rotary.options["factor"])
     return positions
+
+
+def _rotated(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig]) -> tuple[RotaryConfig, ...]:
+    """The embedding of each layer, where some have none. Raises ValueError for a list that does not fit the layers."""
+    layers = values["no_rope_layers"]
+    if layers and len(layers) != len(rotaries):
+        raise ValueError(f"no_rope_layers has {len(layers)} entries: num_hidden_layers = {len(rotaries)} needs as many")
+    return tuple(
+        rotary if has_rotary(values, layer) else replace(rotary, kind=NO_ROTARY, options={})
+        for layer, rotary in enumerate(rotaries)
+    )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
+from .config import ModelConfig
 from .families import VISION_PREFIXES
 from .layers import (
     DOWN,
@@ -32,6 +33,7 @@ from .weights import WeightSource
 def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> DecoderLayer:
     """The layer. Raises ValueError for missing and misshapen tensors."""
     loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
+    assert config.residual_multiplier == 1.0 or not config.family.post_norms
     has_experts = config.experts is not None and config.experts.layers[index]
     has_post_norms = config.family.post_norms
     return DecoderLayer(
@@ -42,8 +44,13 @@ def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, ke
         mlp_norm=loader.norm("pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm"),
         attention_post_norm=loader.norm("post_attention_layernorm") if has_post_norms else None,
         mlp_post_norm=loader.norm("post_feedforward_layernorm") if has_post_norms else None,
-        norm_eps=config.norm_eps,
+        norm_eps=_residual_eps(config),
     )
+
+
+def _residual_eps(config: ModelConfig) -> float:
+    """Of norms of the residual, which is kept divided by `residual_multiplier`: nothing that is added needs it then."""
+    return config.norm_eps / config.residual_multiplier**2
 
 
 def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
@@ -177,6 +184,7 @@ class Decoder:
     vocabulary: Range
     vocab_size: int
     embedding_scale: float
+    logit_multiplier: float
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -195,6 +203,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, vocab]` in float32, on every worker."""
         logits = self._raw_logits(hidden, context)
+        if self.logit_multiplier != 1.0:
+            logits = logits * self.logit_multiplier
         if self.logit_softcap is None:
             return logits
         return self.logit_softcap * torch.tanh(logits / self.logit_softcap)
@@ -250,5 +260,15 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     scale = 1.0
     if config.family.scaled_embedding:  # rounded to the weights' dtype, as these families were trained
         scale = float(torch.tensor(hidden**0.5, dtype=embedding.dtype))
-    packed_head = kernels.pack_linear(head)
-    return Decoder(embedding, layers, norm, config.norm_eps, packed_head, part, vocab, scale, config.logit_softcap)
+    return Decoder(
+        embedding,
+        layers,
+        norm,
+        _residual_eps(config),
+        kernels.pack_linear(head),
+        part,
+        vocab,
+        embedding_scale=scale * config.embedding_multiplier / config.residual_multiplier,
+        logit_multiplier=config.logit_multiplier,
+        logit_softcap=config.logit_softcap,
+    )

@@ -15,6 +15,7 @@ from .sliding import (
     if_enabled,
     never,
     throughout,
+    without_rotary,
 )
 
 
@@ -58,6 +59,7 @@ class Family:
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
     experts: ExpertNames | None = None  # None: the family has no experts
+    activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property
@@ -96,10 +98,57 @@ _GEMMA: dict[str, Any] = {
 }
 _KV_HEADS = frozenset({"num_key_value_heads"})
 
+_BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
+
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", "llama", _COMMON | {"attention_bias": False, "mlp_bias": False}),
+    "LlamaForCausalLM": Family("llama", "llama", _COMMON | _BIASES),
     "MistralForCausalLM": Family(
         "mistral", "mistral", _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096}, slides=throughout
+    ),
+    "MinistralForCausalLM": Family(
+        "ministral",
+        "ministral",
+        _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
+        nullable=_KV_HEADS,
+        slides=throughout,
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        "granite",
+        _COMMON
+        | _BIASES
+        | {
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        "smollm3",
+        _COMMON
+        | _BIASES
+        | {
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        nullable=_KV_HEADS,
+        slides=without_rotary,
+        rope_theta=2_000_000.0,
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        "seed_oss",
+        _COMMON
+        | _BIASES
+        | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False},
+        nullable=_KV_HEADS | {"head_dim"},
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
@@ -169,6 +218,22 @@ FAMILIES = {
         qk_norm=True,
         slides=if_enabled,
         experts=_QWEN_EXPERTS,
+    ),
+    "GemmaForCausalLM": Family(
+        "gemma",
+        "gemma",
+        _COMMON
+        | {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+        },
+        computes={"hidden_activation": "gelu_pytorch_tanh"},
+        activations={"gelu": "gelu_pytorch_tanh"},  # as released files name it
+        norm_offset=1.0,
+        scaled_embedding=True,
     ),
     "Gemma2ForCausalLM": Family(
         "gemma2",

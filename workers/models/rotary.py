@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .rotary_config import RotaryConfig
+from .rotary_config import NO_ROTARY, RotaryConfig
 
 
 def rotary_tables(
@@ -34,6 +34,8 @@ def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> tor
 
 def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.kind == NO_ROTARY:
+        return torch.zeros_like(plain), 1.0
     if config.kind == "linear":
         return plain / config.options["factor"], 1.0
     if config.kind == "llama3":

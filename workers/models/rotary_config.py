@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
+NO_ROTARY = "none"  # of layers that do not rotate: all angles are 0
 # The numbers of each scaling, those first that it needs. `truncate` is a flag.
 _NEEDED = {
     "default": (),
@@ -25,7 +26,7 @@ _NOTES = frozenset({"finetuned"})  # of published files; nothing computes with t
 @dataclass(frozen=True)
 class RotaryConfig:
     theta: float
-    kind: str  # one of SCALINGS
+    kind: str  # one of SCALINGS, or NO_ROTARY
     options: Mapping[str, float]  # the scaling's own numbers, by their names in config.json
 
     @staticmethod
