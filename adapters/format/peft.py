@@ -136,7 +136,10 @@ MAX_PARAMETERS = 2048  # names in target_parameters: more than any base has
 MAX_BASE_CHARS = 512  # of the base's name, which is stored in records
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
-MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
+MODULE_PATHS = {
+    **{module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES},
+    **{"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"},  # of bases where these are one
+}
 
 # What stands before "layers." in names of modules: of a base of text alone, of one that was loaded without its head, as
 # for embeddings, and of one that takes pictures too, as transformers names its modules now and before version 4.52.

@@ -233,9 +233,9 @@ def resolve_targets(
     keys = {
         f"{prefix}layers.{layer}.{shape.path(module)}": (layer, module)
         for layer in range(shape.num_layers)
-        for entry in shape.modules
+        for entry in shape.names
         for module in shape.members(entry)
-        if shape.has(layer, module)
+        if entry in shape.fused or shape.has(layer, module)
     }
     others = (f"{prefix}embed_tokens", "lm_head")  # PEFT could target them; motet cannot
     _check_against_base(config, shape, [*keys, *others])
@@ -245,7 +245,7 @@ def resolve_targets(
         if other in targeted:
             raise AdapterInvalid(
                 f"target_modules includes {other.removeprefix(prefix)}: LoRA of embeddings and of the output layer "
-                f"is not supported, {', '.join(shape.modules)} are"
+                f"is not supported, {', '.join(shape.names)} are"
             )
     if not targeted and not config.target_parameters:
         raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base")
@@ -260,7 +260,7 @@ def resolve_targets(
 
 def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[str]) -> None:
     if not config.target_modules:
-        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.modules)}")
+        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.names)}")
     for layer in config.layers_to_transform:
         if not 0 <= layer < shape.num_layers:
             raise AdapterInvalid(
@@ -275,7 +275,7 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[s
         if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
             raise AdapterInvalid(
                 f"target_modules names {quote(target)}, which adapters of this base cannot have: "
-                f"{', '.join(shape.modules)} are accepted"
+                f"{', '.join(shape.names)} are accepted"
             )
 
 

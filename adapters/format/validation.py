@@ -205,14 +205,17 @@ def validate(
     for key, name in fused_names.items():
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
-    check_ranks(ranks_over_layers(_ranks(targets, parameters, num_experts), num_experts))
+    check_ranks(ranks_over_layers(_ranks(targets, parameters, shape), num_experts))
     _refuse_vision(file, of_vision)
     arrays = {key: _finite(file, name) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
-    matrices = {
-        (layer, module): LoraMatrices(arrays[layer, module, "A"], arrays[layer, module, "B"], target.scaling)
-        for (layer, module), target in targets.items()
-    }
+    matrices: dict[tuple[int, str], LoraMatrices] = {}
+    for (layer, module), target in targets.items():
+        a, b, start = arrays[layer, module, "A"], arrays[layer, module, "B"], 0
+        for part in shape.fused.get(module, (module,)):  # modules that are one share A, and each has its rows of B
+            num_out = shape.modules[family_of_module(part)][1]
+            matrices[layer, part] = LoraMatrices(a, b[start : start + num_out], target.scaling)
+            start += num_out
     for (layer, name), target in parameters.items():
         matrices |= split_experts(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
@@ -227,10 +230,15 @@ def max_header_bytes(shape: BaseShape) -> int:
 
 
 def _ranks(
-    targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target], num_experts: int
+    targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target], shape: BaseShape
 ) -> dict[tuple[int, str], int]:
-    """Ranks by (layer, module); each fused expert has its own entry."""
-    ranks = {key: target.rank for key, target in targets.items()}
+    """Ranks by (layer, module); each part of what is fused has its own entry."""
+    num_experts = 0 if shape.experts is None else shape.experts.num_experts
+    ranks = {
+        (layer, part): target.rank
+        for (layer, module), target in targets.items()
+        for part in shape.fused.get(module, (module,))
+    }
     for (layer, parameter), target in parameters.items():
         for name in FUSED_PARAMETERS[parameter]:
             ranks |= {(layer, f"experts.{expert}.{name}"): target.rank for expert in range(num_experts)}
@@ -268,7 +276,7 @@ def _match_names(
     names: dict[_Key, str] = {}
     for name in tensor_names:
         key = parse_tensor_name(name)
-        is_fitting = key is not None and family_of_module(key[1]) in shape.modules
+        is_fitting = key is not None and shape.sides(family_of_module(key[1])) is not None
         if key is None or not is_fitting or f".{shape.path(key[1])}." not in name or not _begins(name, prefix):
             _refuse_tensor(name, shape)
         elif key in names:
@@ -307,11 +315,11 @@ def _refuse_tensor(name: str, shape: BaseShape) -> None:
     if feature is not None:
         raise AdapterInvalid(
             f"{TENSORS_FILE} holds {quote(name, 160)}: {feature} is not supported, "
-            f"only plain LoRA of {', '.join(shape.modules)} is"
+            f"only plain LoRA of {', '.join(shape.names)} is"
         )
     raise AdapterInvalid(
         f"{TENSORS_FILE} holds {quote(name, 160)}, which is not a LoRA matrix of this base: names like "
-        f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
+        f"{tensor_name(0, shape.names[0], 'A')} of {', '.join(shape.names)} are accepted"
     )
 
 
@@ -320,7 +328,9 @@ def _check_shape(
 ) -> None:
     layer, module, letter = key
     rank = targets[layer, module].rank
-    num_in, num_out = shape.modules[family_of_module(module)]
+    sides = shape.sides(family_of_module(module))
+    assert sides is not None
+    num_in, num_out = sides
     expected = (rank, num_in) if letter == "A" else (num_out, rank)
     if got != expected:
         raise AdapterInvalid(

@@ -24,16 +24,19 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Ernie4_5Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MinistralConfig,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -171,6 +174,15 @@ VARIANTS: Mapping[str, Variant] = {
     "gemma": Variant(
         lambda: GemmaConfig(**SHAPE | {"tie_word_embeddings": True, "num_key_value_heads": 1}, head_dim=24)
     ),
+    "phi3": Variant(lambda: Phi3Config(**SHAPE, sliding_window=14)),
+    "phi3_partial": Variant(
+        lambda: Phi3Config(
+            **SHAPE | {"tie_word_embeddings": True},
+            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+        )
+    ),
+    "glm4": Variant(lambda: Glm4Config(**SHAPE, head_dim=24)),
+    "ernie4_5": Variant(lambda: Ernie4_5Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=20, use_bias=True)),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -250,9 +262,14 @@ class AdapterRecipe:
     name: str
     lora: Mapping[str, Any] = field(default_factory=dict)
 
-    def config(self, targets: Sequence[str]) -> LoraConfig:
-        """PEFT's config of this recipe, for those of its modules that are among `targets`."""
-        modules = [module for module in self.lora["target_modules"] if module in targets]
+    def config(self, targets: Sequence[str], fused: Mapping[str, str]) -> LoraConfig:
+        """PEFT's config of this recipe, for those of its modules that are among `targets`.
+
+        `fused`: the names of modules that have others in this base.
+        """
+        modules = [
+            *dict.fromkeys(fused.get(module, module) for module in self.lora["target_modules"] if module in targets)
+        ]
         return LoraConfig(task_type="CAUSAL_LM", **{**self.lora, "target_modules": modules})
 
 
@@ -345,9 +362,12 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
 def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
+    names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
+    fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     for seed, recipe in enumerate(RECIPES):
         with patterns_may_match_nothing():
-            model = get_peft_model(deepcopy(base), recipe.config(targets))
+            model = get_peft_model(deepcopy(base), recipe.config(targets, fused))
         generator = torch.Generator().manual_seed(1_000 + seed)
         for module in model.modules():
             if not hasattr(module, "lora_A") or "default" not in module.lora_A:

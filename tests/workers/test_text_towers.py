@@ -1,4 +1,4 @@
-"""Bases that take pictures too are served as their text models: exact against transformers + PEFT of the whole model."""
+"""Bases that take pictures too are served as their text models: exact against transformers + PEFT of all of it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
-from .rotary_config import NO_ROTARY, RotaryConfig, layer_rotaries, without_axes
+from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, without_axes
 from .sliding import has_rotary, sliding_layers
 
 # The facts of a base's experts, read from config.json.
@@ -89,6 +89,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0  # of what each half of a layer adds to the residual
     logit_multiplier: float = 1.0
+    head_order: tuple[int, ...] = ()  # see `rotary_config.head_order`
     is_wrapped: bool = False  # the text model of one that takes pictures too
 
     @staticmethod
@@ -118,7 +119,13 @@ class ModelConfig:
         }
         experts, names = self.experts, self.family.experts
         if experts is None or names is None:
-            return BaseShape(self.num_layers, attn | dense, is_wrapped=self.is_wrapped)
+            return BaseShape(
+                self.num_layers,
+                attn | dense,
+                fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
+                head_order=self.head_order,
+                is_wrapped=self.is_wrapped,
+            )
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
@@ -196,9 +203,9 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
-    attention_bias = values.get("attention_bias", False)
+    attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
-    rotaries = layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta)
+    rotaries = layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta, family.rotated_share)
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
         rotaries = _rotated(values, rotaries)
@@ -217,8 +224,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         max_model_len=context,
         tie_word_embeddings=values["tie_word_embeddings"],
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
-        output_bias=values.get("attention_out_bias", attention_bias),
-        mlp_bias=values.get("mlp_bias", False),
+        output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
+        mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
         attention_scale=float(
             values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)
         ),
@@ -230,6 +237,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
         logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
+        head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None,
     )
 

@@ -52,11 +52,16 @@ class Family:
     qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     norm_offset: float = 0.0  # added to the stored weights of all norms
-    post_norms: bool = False  # the outputs of attention and MLP are normed before they are added to the residual
+    mlp_norm: str = "post_attention_layernorm"  # name of the norm before the MLP
+    post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
+    output_has_bias: bool = True  # `attention_bias` is of o_proj too
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
     scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
     slides: Slides = never  # which layers see only a window of the newest tokens
     rope_theta: float = 10_000.0  # default
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
+    rotated_share: float | None = None  # default of `partial_rotary_factor`; None: heads are rotated whole
+    rotates_neighbours: bool = False  # pairs (0, 1), (2, 3) …, not (0, half), (1, half + 1) …
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
     experts: ExpertNames | None = None  # None: the family has no experts
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
@@ -96,7 +101,10 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+_GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _KV_HEADS = frozenset({"num_key_value_heads"})
+_QKV = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_GATE_UP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
 
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
@@ -149,6 +157,39 @@ FAMILIES = {
         | _BIASES
         | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False},
         nullable=_KV_HEADS | {"head_dim"},
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        "phi3",
+        _COMMON | {"rms_norm_eps": 1e-5, "sliding_window": None},
+        slides=throughout,
+        fused=_QKV | _GATE_UP,
+        rotated_share=1.0,
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        "glm4",
+        _COMMON | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
+        post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        output_has_bias=False,
+        fused=_GATE_UP,
+        rotated_share=0.5,
+        rotates_neighbours=True,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        "ernie4_5",
+        "ernie4_5",
+        _COMMON
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+        },
+        nullable=_KV_HEADS | {"head_dim"},
+        rope_theta=500_000.0,
+        rotates_neighbours=True,
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
@@ -240,7 +281,8 @@ FAMILIES = {
         "gemma2",
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         norm_offset=1.0,
-        post_norms=True,
+        mlp_norm="pre_feedforward_layernorm",
+        post_norms=_GEMMA_POST_NORMS,
         scaled_embedding=True,
         slides=every_other,
     ),
@@ -250,7 +292,8 @@ FAMILIES = {
         _GEMMA | {"final_logit_softcapping": None, "sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0},
         qk_norm=True,
         norm_offset=1.0,
-        post_norms=True,
+        mlp_norm="pre_feedforward_layernorm",
+        post_norms=_GEMMA_POST_NORMS,
         scaled_embedding=True,
         slides=five_of_six,
         rope_theta=1_000_000.0,

@@ -26,10 +26,14 @@ def rotary_tables(
 
 
 def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines and sines of each position, `[num_positions, 2, head_dim // 2]` in float32."""
-    frequencies, amplitude = _frequencies(config, head_dim)
+    """Cosines and sines of each position, `[num_positions, 2, head_dim // 2]` in float32; see `head_order`."""
+    num_rotated = config.num_rotated(head_dim)
+    frequencies, amplitude = _frequencies(config, num_rotated)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude
+    table = torch.zeros(num_positions, 2, head_dim // 2)
+    table[:, 0] = 1.0
+    table[:, :, : num_rotated // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude
+    return table
 
 
 def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:

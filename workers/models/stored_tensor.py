@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -72,6 +73,17 @@ def check_float(name: str, dtype: str) -> None:
     """Raises ValueError for a tensor of integers: those of a quantized base are weights only with their scales."""
     if dtype not in FLOATS:
         raise ValueError(f"tensor {name!r} has the dtype {dtype}: {', '.join(sorted(FLOATS))} are accepted")
+
+
+def rows_of_parts(name: str, shape: Sequence[int], num_rows: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Start and stop of the rows of each part of a tensor. Raises ValueError unless they are all of them."""
+    if not shape or shape[0] != sum(num_rows.values()):
+        raise ValueError(
+            f"tensor {name!r} has shape {tuple(shape)}: config.json needs {sum(num_rows.values())} rows, of "
+            f"{', '.join(num_rows)}"
+        )
+    stops = [*accumulate(num_rows.values())]
+    return {part: (stop - num_rows[part], stop) for part, stop in zip(num_rows, stops, strict=True)}
 
 
 def are_equal(tensor: StoredTensor, other: StoredTensor) -> bool:
