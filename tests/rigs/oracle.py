@@ -178,7 +178,7 @@ VARIANTS: Mapping[str, Variant] = {
     "phi3_partial": Variant(
         lambda: Phi3Config(
             **SHAPE | {"tie_word_embeddings": True},
-            rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.75},
         )
     ),
     "glm4": Variant(lambda: Glm4Config(**SHAPE, head_dim=24)),

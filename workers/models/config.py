@@ -206,6 +206,10 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
     rotaries = layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta, family.rotated_share)
+    for rotary in rotaries:
+        if rotary.kind not in family.rope_kinds:
+            accepted = ", ".join(family.rope_kinds)
+            raise ValueError(f"rope_type {rotary.kind!r} is not supported for {family.name}: {accepted} is accepted")
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
         rotaries = _rotated(values, rotaries)

@@ -225,6 +225,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "mlp_bias": _FLAG,
     "qkv_bias": _FLAG,
     "attention_out_bias": _FLAG,
+    "original_max_position_embeddings": _SIZE,
     "use_bias": _FLAG,
     "attention_multiplier": _NUMBER,
     "embedding_multiplier": _NUMBER,
