@@ -14,7 +14,7 @@ from motet.workers.models.families import FAMILIES, WRAPPERS, Family
 
 _BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
 _COLUMNS: Final = ("`architectures`", "`model_type`", "served", "LoRA on")
-_DENSE: Final = "q, k, v, o, gate, up, down"
+_LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def made_page(page: str) -> str:
@@ -34,7 +34,11 @@ def made_page(page: str) -> str:
 
 
 def _lora(family: Family) -> str:
-    return _DENSE if family.experts is None else "q, k, v, o, and gate, up, down of each expert"
+    if family.experts is not None:
+        return "q, k, v, o, and gate, up, down of each expert"
+    whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
+    names = dict.fromkeys(whole.get(name, name) for name in _LINEARS)
+    return ", ".join(name.removesuffix("_proj") for name in names)
 
 
 if __name__ == "__main__":
