@@ -181,6 +181,19 @@ VARIANTS: Mapping[str, Variant] = {
             rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.75},
         )
     ),
+    "phi3_longrope": Variant(  # of a context as it was trained on, so that transformers takes one of both for all
+        lambda: Phi3Config(
+            **SHAPE | {"tie_word_embeddings": True},
+            original_max_position_embeddings=512,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "short_factor": [1.0 + place / 4 for place in range(8)],
+                "long_factor": [1.0 + place for place in range(8)],
+            },
+        )
+    ),
     "glm4": Variant(lambda: Glm4Config(**SHAPE, head_dim=24)),
     "ernie4_5": Variant(lambda: Ernie4_5Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=20, use_bias=True)),
 }

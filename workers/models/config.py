@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -205,11 +206,11 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
-    rotaries = layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta, family.rotated_share)
-    for rotary in rotaries:
-        if rotary.kind not in family.rope_kinds:
-            accepted = ", ".join(family.rope_kinds)
-            raise ValueError(f"rope_type {rotary.kind!r} is not supported for {family.name}: {accepted} is accepted")
+    rotaries = layer_rotaries(
+        raw | values, slides, family.rope_theta, family.local_rope_theta, family.rotated_share, family.rope_kinds
+    )
+    if rotaries[0].factors:
+        rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
         rotaries = _rotated(values, rotaries)
@@ -294,6 +295,17 @@ def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family
     if rotary.kind == "linear" and not family.linear_is_in_context:
         return int(positions * rotary.options["factor"])
     return positions
+
+
+def _with_amplitude(rotary: RotaryConfig, max_positions: int, head_dim: int) -> RotaryConfig:
+    """A `longrope` whose amplitude is known. Raises ValueError for lists that do not fit the heads."""
+    num_pairs, options = rotary.num_rotated(head_dim) // 2, rotary.options
+    if any(len(factors) != num_pairs for factors in rotary.factors):
+        raise ValueError(f"short_factor and long_factor of a rotary embedding: {num_pairs} numbers each are needed")
+    original = options["original_max_position_embeddings"]
+    factor = options.get("factor", max_positions / original)
+    amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(rotary, options={"attention_factor": amplitude, **options})
 
 
 def _rotated(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig]) -> tuple[RotaryConfig, ...]:

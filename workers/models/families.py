@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .rotary_config import SCALINGS
+from .rotary_config import LONGROPE, SCALINGS
 from .sliding import (
     Slides,
     below_layer_alternating,
@@ -61,7 +61,7 @@ class Family:
     slides: Slides = never  # which layers see only a window of the newest tokens
     rope_theta: float = 10_000.0  # default
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
-    rope_kinds: tuple[str, ...] = SCALINGS  # of those that are computed; transformers refuses others
+    rope_kinds: tuple[str, ...] = SCALINGS
     rotated_share: float | None = None  # default of `partial_rotary_factor`; None: heads are rotated whole
     rotates_neighbours: bool = False  # pairs (0, 1), (2, 3) …, not (0, half), (1, half + 1) …
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
@@ -165,7 +165,7 @@ FAMILIES = {
         "phi3",
         _COMMON | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
         slides=throughout,
-        rope_kinds=("default",),
+        rope_kinds=("default", LONGROPE),
         fused=_QKV | _GATE_UP,
         rotated_share=1.0,
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
+LONGROPE = "longrope"  # of families that say so
 NO_ROTARY = "none"  # of layers that do not rotate: all angles are 0
 # The numbers of each scaling, those first that it needs. `truncate` is a flag.
 _NEEDED = {
@@ -15,8 +16,13 @@ _NEEDED = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    LONGROPE: ("original_max_position_embeddings",),
 }
-_OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+_FACTORS = ("short_factor", "long_factor")  # lists of `longrope`, which divide the frequencies
+_OPTIONAL = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    LONGROPE: ("factor", "attention_factor"),
+}
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _TYPE_KEYS = ("rope_type", "type")
 _AXES_KEYS = ("mrope_section", "mrope_interleaved")
@@ -29,10 +35,14 @@ class RotaryConfig:
     kind: str  # one of SCALINGS, or NO_ROTARY
     options: Mapping[str, float]  # the scaling's own numbers, by their names in config.json
     share: float = 1.0  # of a head's dimensions that are rotated
+    factors: tuple[tuple[float, ...], ...] = ()  # `longrope`: those of short contexts, and of long ones
 
     @staticmethod
     def from_model_config(
-        raw: Mapping[str, Any], default_theta: float = 10000.0, default_share: float | None = None
+        raw: Mapping[str, Any],
+        default_theta: float = 10000.0,
+        default_share: float | None = None,
+        kinds: tuple[str, ...] = SCALINGS,
     ) -> RotaryConfig:
         """Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old) of a config.json.
 
@@ -42,8 +52,8 @@ class RotaryConfig:
         parameters = _parameters(raw)
         types = [parameters.pop(key, None) for key in _TYPE_KEYS]
         kind = str(types[0] or types[1] or "default")
-        if kind not in SCALINGS:
-            raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(SCALINGS)} are accepted")
+        if kind not in kinds:
+            raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(kinds)} are accepted")
         theta = parameters.pop("rope_theta", raw.get("rope_theta", default_theta))
         if not _is_positive(theta):
             raise ValueError(f"rope_theta = {theta!r}: a number above 0 is needed, or no such key")
@@ -53,7 +63,9 @@ class RotaryConfig:
         if share is not None and not (_is_positive(share) and share <= 1):
             raise ValueError(f"partial_rotary_factor = {share!r}: a number above 0 and up to 1 is needed")
         _set_original_length(kind, parameters, raw)
-        return RotaryConfig(float(theta), kind, _options(kind, parameters), 1.0 if share is None else float(share))
+        factors = tuple(_factors(key, parameters.pop(key, None)) for key in _FACTORS) if kind == LONGROPE else ()
+        share = 1.0 if share is None else float(share)
+        return RotaryConfig(float(theta), kind, _options(kind, parameters), share, factors)
 
     def num_rotated(self, head_dim: int) -> int:
         """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number."""
@@ -90,7 +102,7 @@ def _set_original_length(kind: str, parameters: dict[str, Any], raw: Mapping[str
     """Where the scaling needs it and does not say it, it is the model's."""
     key = "original_max_position_embeddings"
     if key in _NEEDED[kind]:
-        length = parameters.setdefault(key, raw["max_position_embeddings"])
+        length = parameters.setdefault(key, raw[key if kind == LONGROPE else "max_position_embeddings"])
         if raw.get(key, length) != length:
             raise ValueError(f"{key} = {raw[key]!r} contradicts {length!r} of the rotary embedding: keep one")
 
@@ -120,6 +132,12 @@ def _options(kind: str, parameters: Mapping[str, Any]) -> dict[str, float]:
             f"{options['low_freq_factor']:g}, is needed"
         )
     return options
+
+
+def _factors(key: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or not value or not all(map(_is_positive, value)):
+        raise ValueError(f"{key} = {value!r} of a rotary embedding: a list of numbers above 0 is needed")
+    return tuple(map(float, value))
 
 
 def _is_positive(value: Any) -> bool:
@@ -162,10 +180,11 @@ def layer_rotaries(
     theta: float,
     local_theta: float | None,
     share: float | None = None,
+    kinds: tuple[str, ...] = SCALINGS,
 ) -> tuple[RotaryConfig, ...]:
     """The embedding of each layer. With a `local_theta`, its default, layers that slide have their own (Gemma 3)."""
     if local_theta is None:
-        return (RotaryConfig.from_model_config(raw, theta, share),) * len(slides)
+        return (RotaryConfig.from_model_config(raw, theta, share, kinds),) * len(slides)
     kinds = {} if raw.get("rope_scaling") and not raw.get("rope_parameters") else _parameters(raw)
     for key in kinds:
         if key not in _KINDS_OF_LAYERS:
