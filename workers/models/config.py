@@ -207,7 +207,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
     rotaries = layer_rotaries(
-        raw | values, slides, family.rope_theta, family.local_rope_theta, family.rotated_share, family.rope_kinds
+        {**raw, **values}, slides, family.rope_theta, family.local_rope_theta, family.rotated_share, family.rope_kinds
     )
     if rotaries[0].factors:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)

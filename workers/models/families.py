@@ -105,8 +105,8 @@ _GEMMA: dict[str, Any] = {
 }
 _GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _KV_HEADS = frozenset({"num_key_value_heads"})
-_QKV = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
-_GATE_UP = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
+_QKV: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
 
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 

@@ -42,7 +42,7 @@ class RotaryConfig:
         raw: Mapping[str, Any],
         default_theta: float = 10000.0,
         default_share: float | None = None,
-        kinds: tuple[str, ...] = SCALINGS,
+        scalings: tuple[str, ...] = SCALINGS,
     ) -> RotaryConfig:
         """Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old) of a config.json.
 
@@ -52,8 +52,8 @@ class RotaryConfig:
         parameters = _parameters(raw)
         types = [parameters.pop(key, None) for key in _TYPE_KEYS]
         kind = str(types[0] or types[1] or "default")
-        if kind not in kinds:
-            raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(kinds)} are accepted")
+        if kind not in scalings:
+            raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(scalings)} are accepted")
         theta = parameters.pop("rope_theta", raw.get("rope_theta", default_theta))
         if not _is_positive(theta):
             raise ValueError(f"rope_theta = {theta!r}: a number above 0 is needed, or no such key")
@@ -180,11 +180,11 @@ def layer_rotaries(
     theta: float,
     local_theta: float | None,
     share: float | None = None,
-    kinds: tuple[str, ...] = SCALINGS,
+    scalings: tuple[str, ...] = SCALINGS,
 ) -> tuple[RotaryConfig, ...]:
     """The embedding of each layer. With a `local_theta`, its default, layers that slide have their own (Gemma 3)."""
     if local_theta is None:
-        return (RotaryConfig.from_model_config(raw, theta, share, kinds),) * len(slides)
+        return (RotaryConfig.from_model_config(raw, theta, share, scalings),) * len(slides)
     kinds = {} if raw.get("rope_scaling") and not raw.get("rope_parameters") else _parameters(raw)
     for key in kinds:
         if key not in _KINDS_OF_LAYERS:
