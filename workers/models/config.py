@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from ...kernels.norms import ACTIVATIONS
@@ -17,6 +17,8 @@ from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, without_axes
 from .sliding import has_rotary, sliding_layers
+
+_GENERATION_CONFIG: Final = "generation_config.json"
 
 # The facts of a base's experts, read from config.json.
 
@@ -99,10 +101,8 @@ class ModelConfig:
         path = folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{folder} has no config.json: a model folder in Hugging Face format is needed")
-        raw, generation = _object_of(path), folder / "generation_config.json"
-        eos = _object_of(generation).get("eos_token_id") if generation.is_file() else None
         try:
-            return _parse(raw, eos)
+            return _parse(_object_of(path), _generation_config(folder).get("eos_token_id"))
         except KeyError as error:
             raise ValueError(f"{path} lacks {error.args[0]!r}") from None
         except (TypeError, AttributeError, OverflowError) as error:  # a value of another type than its key has
@@ -157,6 +157,45 @@ class ModelConfig:
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer; see `slab_of_head`."""
         return self.num_kv_heads * slab_of_head(self.head_dim, block_size, kv_dtype, element_bytes)
+
+
+_UP_TO_1: Final = ("0 to 1", 0.0, 1.0)
+# What vLLM 0.33 takes of generation_config.json: what is accepted. It does not look at `do_sample`, which is of
+# transformers' own `generate`; greedy is temperature = 0.
+_SAMPLING_KEYS: Final = {
+    "temperature": ("0 to 2", 0.0, 2.0),
+    "top_k": ("a whole number from -1; 0 and -1: off", -1.0, 2.0**31 - 1),
+    "top_p": _UP_TO_1,
+    "min_p": _UP_TO_1,
+    "repetition_penalty": ("0.001 to 100", 0.001, 100.0),
+    "max_new_tokens": ("a whole number from 1", 1.0, 2.0**31 - 1),
+}
+_WHOLE: Final = frozenset({"top_k", "max_new_tokens"})
+
+
+def sampling_defaults(folder: Path) -> dict[str, int | float]:
+    """What generation_config.json says of requests that leave it open, by the request's field.
+
+    Raises ValueError for a value that requests could not have.
+    """
+    defaults: dict[str, int | float] = {}
+    for key, value in _generation_config(folder).items():
+        if key not in _SAMPLING_KEYS or value is None:
+            continue
+        accepted, low, high = _SAMPLING_KEYS[key]
+        is_number = isinstance(value, int if key in _WHOLE else int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            raise ValueError(
+                f"{folder / _GENERATION_CONFIG}: {key} = {value!r}: {accepted} is accepted; with --sampling-defaults "
+                "openai it is not read"
+            )
+        defaults["max_tokens" if key == "max_new_tokens" else key] = value
+    return defaults
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / _GENERATION_CONFIG
+    return _object_of(path) if path.is_file() else {}
 
 
 def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_bytes: int) -> int:
