@@ -48,6 +48,9 @@ class BaseShape:
     num_layers: int
     modules: Mapping[str, tuple[int, int]]  # the modules that adapters of this base may have, in packing order
     experts: ExpertShape | None = None
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules that are one in the base's files
+    head_order: tuple[int, ...] = ()  # which output of q and k each row of a head is; empty: as they are stored
+    is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:
         """How many matrices a layer has of an entry of `modules`."""
@@ -67,11 +70,25 @@ class BaseShape:
             return (module,)
         return tuple(module.replace(".", f".{expert}.") for expert in range(self.count(module)))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The modules that PEFT finds in a layer, as entries of `modules` or of `fused`."""
+        whole = {part: name for name, parts in self.fused.items() for part in parts}
+        return tuple(dict.fromkeys(whole.get(module, module) for module in self.modules))
+
+    def sides(self, name: str) -> tuple[int, int] | None:
+        """Inputs and outputs of an entry of `names`; None: it is none."""
+        if name not in self.fused:
+            return None if name not in self.names else self.modules[name]
+        parts = [self.modules[part] for part in self.fused[name]]
+        return parts[0][0], sum(num_out for _, num_out in parts)
+
     def path(self, module: str) -> str:
         """The name of a module within a layer of this base."""
         match = _EXPERT.fullmatch(module)
         if match is None or self.experts is None:
-            return f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}"
+            first = self.fused.get(module, (module,))[0]
+            return f"{'self_attn' if first in MODULES[:4] else 'mlp'}.{module}"
         return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
 
     def has(self, layer: int, module: str) -> bool:

@@ -13,6 +13,7 @@ from .fairness.tenant_counters import Scheduling
 ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
 SlowKernels = Literal["allow", "refuse"]
+SamplingDefaults = Literal["model", "openai"]
 WeightsDtype = Literal["dtype", "float8"]
 KVDtype = Literal["dtype", "float8"]
 SmallSums = Literal["one-shot", "nccl"]
@@ -86,6 +87,7 @@ class EngineConfig:
     cache_path: Path | None  # keeps what was compiled for this machine; None: .cache/motet in the user's home
     nano_batches: NanoBatches  # auto: the steps of a gang that are predicted to be faster in two
     small_sums: SmallSums  # over a gang's GPUs: by one kernel each where they can, or by NCCL as all others
+    sampling_defaults: SamplingDefaults  # of requests that leave them open: the model's own, or OpenAI's
     slow_kernels: SlowKernels  # where no fast ones can be had: compute with plain ones, or do not start
     tensor_parallel: int  # workers of the gang
     expert_sharding: ExpertSharding  # workers share each expert's features, or ("expert") the experts

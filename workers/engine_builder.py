@@ -31,7 +31,7 @@ from .execution.gang_executor import (
 from .fairness.prompt_budget import token_interval_of
 from .loop import EngineLoop
 from .memory.page_arrays import PoolGeometry, plan_pool, pool_of
-from .models.config import ModelConfig
+from .models.config import ModelConfig, sampling_defaults
 from .models.sharding import ModelSharding
 from .models.stored_tensor import folder_lacks_head
 from .models.weights import Progress
@@ -286,6 +286,7 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         vocab_size=model.vocab_size,
         hidden_size=model.hidden_size,
         eos_token_ids=model.eos_token_ids,
+        sampling_defaults=sampling_defaults(config.model_path) if config.sampling_defaults == "model" else {},
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,11 +136,18 @@ MAX_PARAMETERS = 2048  # names in target_parameters: more than any base has
 MAX_BASE_CHARS = 512  # of the base's name, which is stored in records
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
-MODULE_PATHS = {module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES}
+MODULE_PATHS = {
+    **{module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES},
+    **{"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"},  # of bases where these are one
+}
 
-# The second "model." is missing where the base was loaded without its head, as for embeddings.
+# What stands before "layers." in names of modules: of a base of text alone, of one that was loaded without its head, as
+# for embeddings, and of one that takes pictures too, as transformers names its modules now and before version 4.52.
+TEXT_PREFIX = "model."
+WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", TEXT_PREFIX)
+_VISION_NAME = re.compile(r"base_model\.model\.(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
 )
 _EXPERT_TENSOR_NAME = re.compile(
@@ -234,6 +241,20 @@ def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
     if match is None or match["module"] not in MODULE_PATHS or f".{MODULE_PATHS[match['module']]}." not in name:
         return None
     return int(match["layer"]), match["module"], match["letter"]
+
+
+def module_prefix(names: Collection[str], is_wrapped: bool) -> str:
+    """What stands before "layers." in the names of an adapter's tensors."""
+    if is_wrapped:
+        for prefix in WRAPPED_PREFIXES:
+            if any(name.startswith(f"base_model.model.{prefix}layers.") for name in names):
+                return prefix
+    return TEXT_PREFIX
+
+
+def is_of_vision(name: str) -> bool:
+    """The tensor belongs to what reads the pictures, not to the text model."""
+    return _VISION_NAME.match(name) is not None
 
 
 def foreign_feature(name: str) -> str | None:

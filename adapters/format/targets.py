@@ -19,7 +19,7 @@ from typing import Final
 
 from ..adapter import BaseShape
 from ..errors import AdapterInvalid, listed, quote
-from .peft import LoraConfig
+from .peft import TEXT_PREFIX, LoraConfig
 
 # Names that match a module's name, or its last dotted parts, found without looking at each of them.
 
@@ -209,7 +209,6 @@ def _children_s() -> float:
 
 
 _ALL_LINEAR = "all-linear"
-_OTHER_MODULES = ("model.embed_tokens", "lm_head")  # PEFT could target them; motet cannot
 
 
 @dataclass(frozen=True)
@@ -221,30 +220,32 @@ class Target:
 
 
 def resolve_targets(
-    config: LoraConfig, shape: BaseShape, time: PatternTime | None = None
+    config: LoraConfig, shape: BaseShape, time: PatternTime | None = None, prefix: str = TEXT_PREFIX
 ) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, module) that the config targets. Raises AdapterInvalid for a wrong config.
 
     There are none where `target_modules` is empty, which a config with `target_parameters` may have. `time`: for its
-    regular expressions.
+    regular expressions. `prefix`: what stands before "layers." in the names that they match.
     """
     time = time or PatternTime()
     if config.target_parameters and not config.target_modules:
         return {}
     keys = {
-        f"model.layers.{layer}.{shape.path(module)}": (layer, module)
+        f"{prefix}layers.{layer}.{shape.path(module)}": (layer, module)
         for layer in range(shape.num_layers)
-        for entry in shape.modules
+        for entry in shape.names
         for module in shape.members(entry)
-        if shape.has(layer, module)
+        if entry in shape.fused or shape.has(layer, module)
     }
-    _check_against_base(config, shape, keys)
-    targeted = _targeted(config, [*keys, *_OTHER_MODULES], time)
-    for other in _OTHER_MODULES:
+    others = (f"{prefix}embed_tokens", "lm_head")  # PEFT could target them; motet cannot
+    _check_against_base(config, shape, [*keys, *others])
+    is_all = isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR
+    targeted = _targeted(config, [*keys] if is_all else [*keys, *others], time)
+    for other in others:
         if other in targeted:
             raise AdapterInvalid(
-                f"target_modules includes {other.removeprefix('model.')}: LoRA of embeddings and of the output layer "
-                f"is not supported, {', '.join(shape.modules)} are"
+                f"target_modules includes {other.removeprefix(prefix)}: LoRA of embeddings and of the output layer "
+                f"is not supported, {', '.join(shape.names)} are"
             )
     if not targeted and not config.target_parameters:
         raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base")
@@ -257,9 +258,9 @@ def resolve_targets(
     return targets
 
 
-def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str, tuple[int, str]]) -> None:
+def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[str]) -> None:
     if not config.target_modules:
-        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.modules)}")
+        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.names)}")
     for layer in config.layers_to_transform:
         if not 0 <= layer < shape.num_layers:
             raise AdapterInvalid(
@@ -269,12 +270,12 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Mapping[str,
         if config.layers_to_transform:
             raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
         return
-    valid_names = names_found([*keys, *_OTHER_MODULES], frozenset(config.target_modules))
+    valid_names = names_found(keys, frozenset(config.target_modules))
     for target in config.target_modules:
-        if target not in valid_names:
+        if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
             raise AdapterInvalid(
                 f"target_modules names {quote(target)}, which adapters of this base cannot have: "
-                f"{', '.join(shape.modules)} are accepted"
+                f"{', '.join(shape.names)} are accepted"
             )
 
 
@@ -288,7 +289,7 @@ def _targeted(config: LoraConfig, keys: Sequence[str], time: PatternTime) -> lis
         keys = [key for key in keys if key not in excluded_keys]
     if isinstance(targets, str):
         if targets.lower() == _ALL_LINEAR:
-            return [key for key in keys if key not in _OTHER_MODULES]
+            return [*keys]
         hits = first_matches([targets], keys, "target_modules", time, full=True)
         return [key for key, hit in zip(keys, hits, strict=True) if hit is not None]
     names = frozenset(targets)

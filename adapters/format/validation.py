@@ -10,7 +10,16 @@ from pathlib import Path
 from ..adapter import BaseShape, family_of_module
 from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
-from .peft import TENSORS_FILE, LoraConfig, foreign_feature, parse_config, parse_tensor_name, tensor_name
+from .peft import (
+    TENSORS_FILE,
+    LoraConfig,
+    foreign_feature,
+    is_of_vision,
+    module_prefix,
+    parse_config,
+    parse_tensor_name,
+    tensor_name,
+)
 from .targets import PatternTime, Target, by_pattern, named_in, names_found, resolve_targets
 from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 
@@ -178,27 +187,35 @@ def validate(
 
     `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
     is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
-    base and are finite.
+    base and are finite. Of a base that takes pictures too, LoRA of what reads them is left out where B is 0, as after
+    training on text alone; where it is not, the adapter is refused.
     """
     parsed = parse_config(config)
     time = PatternTime()
-    targets, parameters = resolve_targets(parsed, shape, time), resolve_parameters(parsed, shape, time)
-    _check_disjoint(targets, parameters)
     file = TensorFile(tensors, TENSORS_FILE, max_header_bytes=max_header_bytes(shape))
-    fused_names = match_fused_names([name for name in file.entries if parse_fused_name(name) is not None], parameters)
-    names = _match_names([name for name in file.entries if parse_fused_name(name) is None], targets, shape)
+    prefix = module_prefix(file.entries, shape.is_wrapped)
+    targets, parameters = resolve_targets(parsed, shape, time, prefix), resolve_parameters(parsed, shape, time)
+    _check_disjoint(targets, parameters)
+    of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
+    of_text = [name for name in file.entries if name not in of_vision]
+    fused_names = match_fused_names([name for name in of_text if parse_fused_name(name) is not None], parameters)
+    names = _match_names([name for name in of_text if parse_fused_name(name) is None], targets, shape, prefix)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape)
     for key, name in fused_names.items():
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
-    check_ranks(ranks_over_layers(_ranks(targets, parameters, num_experts), num_experts))
+    check_ranks(ranks_over_layers(_ranks(targets, parameters, shape), num_experts))
+    _refuse_vision(file, of_vision)
     arrays = {key: _finite(file, name) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
-    matrices = {
-        (layer, module): LoraMatrices(arrays[layer, module, "A"], arrays[layer, module, "B"], target.scaling)
-        for (layer, module), target in targets.items()
-    }
+    matrices: dict[tuple[int, str], LoraMatrices] = {}
+    for (layer, module), target in targets.items():
+        a, b, start = arrays[layer, module, "A"], arrays[layer, module, "B"], 0
+        for part in shape.fused.get(module, (module,)):  # modules that are one share A, and each has its rows of B
+            num_out = shape.modules[family_of_module(part)][1]
+            matrices[layer, part] = LoraMatrices(a, b[start : start + num_out], target.scaling)
+            start += num_out
     for (layer, name), target in parameters.items():
         matrices |= split_experts(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
@@ -208,14 +225,20 @@ def validate(
 
 def max_header_bytes(shape: BaseShape) -> int:
     """The longest header that is accepted, from the number of tensors that an adapter of this base can have."""
-    return min(_FIXED_HEADER_BYTES + shape.num_matrices * _HEADER_BYTES_PER_TENSOR, MAX_HEADER_BYTES)
+    num_matrices = shape.num_matrices * (2 if shape.is_wrapped else 1)  # those of vision are fewer than of text
+    return min(_FIXED_HEADER_BYTES + num_matrices * _HEADER_BYTES_PER_TENSOR, MAX_HEADER_BYTES)
 
 
 def _ranks(
-    targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target], num_experts: int
+    targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target], shape: BaseShape
 ) -> dict[tuple[int, str], int]:
-    """Ranks by (layer, module); each fused expert has its own entry."""
-    ranks = {key: target.rank for key, target in targets.items()}
+    """Ranks by (layer, module); each part of what is fused has its own entry."""
+    num_experts = 0 if shape.experts is None else shape.experts.num_experts
+    ranks = {
+        (layer, part): target.rank
+        for (layer, module), target in targets.items()
+        for part in shape.fused.get(module, (module,))
+    }
     for (layer, parameter), target in parameters.items():
         for name in FUSED_PARAMETERS[parameter]:
             ranks |= {(layer, f"experts.{expert}.{name}"): target.rank for expert in range(num_experts)}
@@ -234,14 +257,27 @@ def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mappi
             )
 
 
+def _refuse_vision(file: TensorFile, names: Iterable[str]) -> None:
+    """Raises AdapterInvalid for LoRA of what reads the pictures, unless its B is 0 and it changes nothing."""
+    for name in sorted(names):
+        if ".lora_B." not in name and ".lora_A." in name:
+            continue
+        if ".lora_B." not in name or file.tensor(name).any():
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds {quote(name, 160)}, which changes how the base reads pictures, and only its "
+                "text model is served: train with target_modules that match modules of language_model alone"
+            )
+
+
 def _match_names(
-    tensor_names: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape
+    tensor_names: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape, prefix: str
 ) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and duplicate ones."""
     names: dict[_Key, str] = {}
     for name in tensor_names:
         key = parse_tensor_name(name)
-        if key is None or family_of_module(key[1]) not in shape.modules or f".{shape.path(key[1])}." not in name:
+        is_fitting = key is not None and shape.sides(family_of_module(key[1])) is not None
+        if key is None or not is_fitting or f".{shape.path(key[1])}." not in name or not _begins(name, prefix):
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(
@@ -269,16 +305,21 @@ def _match_names(
     return names
 
 
+def _begins(name: str, prefix: str) -> bool:
+    """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
+    return name.startswith((f"base_model.model.{prefix}layers.", "base_model.model.layers."))
+
+
 def _refuse_tensor(name: str, shape: BaseShape) -> None:
     feature = foreign_feature(name)
     if feature is not None:
         raise AdapterInvalid(
             f"{TENSORS_FILE} holds {quote(name, 160)}: {feature} is not supported, "
-            f"only plain LoRA of {', '.join(shape.modules)} is"
+            f"only plain LoRA of {', '.join(shape.names)} is"
         )
     raise AdapterInvalid(
         f"{TENSORS_FILE} holds {quote(name, 160)}, which is not a LoRA matrix of this base: names like "
-        f"{tensor_name(0, 'q_proj', 'A')} of {', '.join(shape.modules)} are accepted"
+        f"{tensor_name(0, shape.names[0], 'A')} of {', '.join(shape.names)} are accepted"
     )
 
 
@@ -287,7 +328,9 @@ def _check_shape(
 ) -> None:
     layer, module, letter = key
     rank = targets[layer, module].rank
-    num_in, num_out = shape.modules[family_of_module(module)]
+    sides = shape.sides(family_of_module(module))
+    assert sides is not None
+    num_in, num_out = sides
     expected = (rank, num_in) if letter == "A" else (num_out, rank)
     if got != expected:
         raise AdapterInvalid(

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal, NamedTuple
+from zlib import crc32
 
 from ..adapter import BaseShape, family_of_module, named_experts
 
@@ -92,7 +93,8 @@ class AdapterLayout:
         """The layout's name. Layouts with equal keys pack an adapter into the same bytes."""
         worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
         experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
-        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}-{self.dtype}"
+        order = f"-order{crc32(bytes(self.shape.head_order)):08x}" if self.shape.head_order else ""
+        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}-{self.dtype}"
 
     @property
     def page_bytes(self) -> int:

@@ -26,6 +26,7 @@ class _Placed:
     part: ModulePart
     at: ModuleOffsets
     end: int  # of its B
+    outputs: Tensor | None  # which outputs its rows are, in order; None: those of `part`
 
 
 def pack(content: AdapterContent, layout: AdapterLayout) -> Tensor:
@@ -68,9 +69,12 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
 
 
 def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]:
+    order = np.array(layout.shape.head_order, np.intp)
     for name, at in layout.offsets(content.module_ranks).items():
-        part = layout.part(family_of_module(name))
-        yield _Placed(name, part, at, at.b + at.rank * part.widths[1])
+        part, outputs = layout.part(family_of_module(name)), None
+        if len(order) and name in ("q_proj", "k_proj"):
+            outputs = (np.arange(*part.outputs, len(order))[:, None] + order).reshape(-1)
+        yield _Placed(name, part, at, at.b + at.rank * part.widths[1], outputs)
 
 
 def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:
@@ -82,7 +86,8 @@ def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> Non
         a = lora.a[rows, slice(*part.inputs)].astype(array.dtype)
         _copy_within(array, at.a - start + rows.start * a_width, a)
         rows = _rows_within(at.b - start, b_width, rank, len(array))
-        b = lora.b[slice(*part.outputs), rows].astype(np.float32)
+        outputs = slice(*part.outputs) if placed.outputs is None else placed.outputs
+        b = lora.b[outputs, rows].astype(np.float32)
         b *= np.float32(lora.scaling)
         _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]
 

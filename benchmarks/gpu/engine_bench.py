@@ -6,7 +6,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -130,7 +130,9 @@ class RandomWeights:
     def has_other_head(self) -> bool:
         return False
 
-    def drop(self, suffix: str) -> None: ...
+    def drop(self, *, prefix: str = "", suffix: str = "") -> None: ...
+
+    def split(self, name: str, num_rows: Mapping[str, int]) -> None: ...
 
     def finish(self) -> None: ...
 

@@ -25,6 +25,7 @@ WANTED_FILES = [
     "vocab.json",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template.json",
     "modules.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",

@@ -12,7 +12,7 @@ from ...workers.config import FLOAT8_EXPERTS, FLOAT8_MULTIPLE
 from ...workers.costs.step_defaults import cpu_pool_bytes
 from ...workers.device_probe import probe_device
 from ...workers.machine_memory import usable_memory_bytes
-from ...workers.models.config import ModelConfig
+from ...workers.models.config import ModelConfig, sampling_defaults
 from ...workers.models.sharding import ModelSharding
 from ...workers.models.weights import open_checkpoint
 from ...workers.window_pages import kept_window, most_pages
@@ -62,6 +62,8 @@ def check_sizes(config: MotetConfig) -> list[str]:
         size = shortest_byte_size(pool_bytes)
         raise ConfigError("--pool-bytes", size, f"one page of this model takes {page_bytes} bytes")
     open_checkpoint(config.model_path, "numpy")
+    if serving.sampling_defaults == "model":
+        sampling_defaults(config.model_path)
     warnings = []
     length = min(serving.max_model_len or model.max_model_len, model.max_model_len)
     if serving.max_model_len is not None and serving.max_model_len > length:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from ...adapters.errors import AdapterInvalid
 from ...adapters.names import check_name
 from ...adapters.packing.layout import Dtype
-from ...workers.config import Device, KVDtype, SlowKernels, SmallSums, WeightsDtype
+from ...workers.config import Device, KVDtype, SamplingDefaults, SlowKernels, SmallSums, WeightsDtype
 from .setting_field import (
     Bytes,
     BytesOrNone,
@@ -64,6 +64,15 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         Count | None,
         Setting("The most tokens of a prompt and its completion together.", "live", unset="the model's"),
     ] = None
+    sampling_defaults: Annotated[
+        SamplingDefaults,
+        Setting(
+            "What a request that leaves a sampling parameter open gets. model: temperature, top_k, top_p, min_p, "
+            "repetition_penalty and, of chats, max_new_tokens of the model's generation_config.json. openai: nothing of "
+            "that file.",
+            "live",
+        ),
+    ] = "model"
     data_dir: Annotated[
         Folder, Setting("Holds adapters, the registry and downloaded models.", env="MOTET_DATA_DIR")
     ] = Path("~/.local/share/motet")

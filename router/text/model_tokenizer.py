@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -28,6 +29,12 @@ def load_tokenizer(folder: Path) -> Any:
         raise ValueError(f"{folder} has no tokenizer that can be loaded (tokenizer.json is needed): {error}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise ValueError(f"{folder} has no tokenizer.json: only tokenizers with one are served")
+    template = folder / "chat_template.json"  # older models that take pictures too have it there, for their processor
+    if tokenizer.chat_template is None and template.is_file():
+        try:
+            tokenizer.chat_template = json.loads(template.read_text("utf-8"))["chat_template"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{template} holds no chat template: {error!r}") from error
     return tokenizer
 
 

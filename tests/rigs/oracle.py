@@ -23,17 +23,31 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Ernie4_5Config,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen2VLConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 VOCAB_SIZE = 160
@@ -134,6 +148,123 @@ VARIANTS: Mapping[str, Variant] = {
         lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=32, norm_topk_prob=True, rope_parameters=WIDE_ROPE),
         legacy_json=True,
     ),
+    "ministral": Variant(
+        lambda: MinistralConfig(
+            **SHAPE,
+            head_dim=24,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        )
+    ),
+    "granite": Variant(
+        lambda: GraniteConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            attention_bias=True,
+            mlp_bias=True,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.2,
+            logits_scaling=0.7,
+        )
+    ),
+    "smollm3": Variant(
+        lambda: SmolLM3Config(**SHAPE, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=12)
+    ),
+    "seed_oss": Variant(lambda: SeedOssConfig(**SHAPE, head_dim=24)),
+    "gemma": Variant(
+        lambda: GemmaConfig(**SHAPE | {"tie_word_embeddings": True, "num_key_value_heads": 1}, head_dim=24)
+    ),
+    "phi3": Variant(lambda: Phi3Config(**SHAPE, sliding_window=14)),
+    "phi3_partial": Variant(
+        lambda: Phi3Config(
+            **SHAPE | {"tie_word_embeddings": True},
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.75},
+        )
+    ),
+    "phi3_longrope": Variant(  # of a context as it was trained on, so that transformers takes one of both for all
+        lambda: Phi3Config(
+            **SHAPE | {"tie_word_embeddings": True},
+            original_max_position_embeddings=512,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "factor": 4.0,
+                "short_factor": [1.0 + place / 4 for place in range(8)],
+                "long_factor": [1.0 + place for place in range(8)],
+            },
+        )
+    ),
+    "glm4": Variant(lambda: Glm4Config(**SHAPE, head_dim=24)),
+    "ernie4_5": Variant(lambda: Ernie4_5Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=20, use_bias=True)),
+}
+
+WRAPPED_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": VOCAB_SIZE - 1,
+    "pad_token_id": None,
+}
+QWEN_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 90_000.0, "mrope_section": [1, 2, 3]}
+QWEN_TOKENS: dict[str, Any] = {
+    "vision_start_token_id": 150,
+    "vision_end_token_id": 151,
+    "image_token_id": 152,
+    "video_token_id": 153,
+}
+SIGLIP: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+PIXTRAL: dict[str, Any] = {**SIGLIP, "model_type": "pixtral", "head_dim": 8}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 48,
+    "patch_size": 14,
+}
+
+# Models that take pictures too.
+WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "gemma3_vision": lambda: Gemma3Config(
+        text_config={**WRAPPED_TEXT, "head_dim": 16, "query_pre_attn_scalar": 6, "sliding_window": 12},
+        vision_config=SIGLIP,
+        mm_tokens_per_image=4,
+        image_token_index=152,
+        boi_token_index=150,
+        eoi_token_index=151,
+    ),
+    "mistral3_vision": lambda: Mistral3Config(
+        text_config={**WRAPPED_TEXT, "model_type": "mistral", "head_dim": 20, "sliding_window": None},
+        vision_config=PIXTRAL,
+        image_token_index=152,
+        tie_word_embeddings=False,
+    ),
+    "qwen2_vl": lambda: Qwen2VLConfig(
+        text_config={**WRAPPED_TEXT, "rope_parameters": {**QWEN_ROPE}},
+        vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 48, "patch_size": 14},
+        **QWEN_TOKENS,
+    ),
+    "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
+        text_config={**WRAPPED_TEXT, "rope_parameters": {**QWEN_ROPE}}, vision_config=QWEN_VISION, **QWEN_TOKENS
+    ),
+    "qwen3_vl": lambda: Qwen3VLConfig(
+        text_config={**WRAPPED_TEXT, "head_dim": 16, "rope_parameters": {**QWEN_ROPE, "mrope_section": [2, 3, 3]}},
+        vision_config={**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        tie_word_embeddings=True,
+        **QWEN_TOKENS,
+    ),
 }
 
 
@@ -144,9 +275,14 @@ class AdapterRecipe:
     name: str
     lora: Mapping[str, Any] = field(default_factory=dict)
 
-    def config(self, targets: Sequence[str]) -> LoraConfig:
-        """PEFT's config of this recipe, for those of its modules that are among `targets`."""
-        modules = [module for module in self.lora["target_modules"] if module in targets]
+    def config(self, targets: Sequence[str], fused: Mapping[str, str]) -> LoraConfig:
+        """PEFT's config of this recipe, for those of its modules that are among `targets`.
+
+        `fused`: the names of modules that have others in this base.
+        """
+        modules = [
+            *dict.fromkeys(fused.get(module, module) for module in self.lora["target_modules"] if module in targets)
+        ]
         return LoraConfig(task_type="CAUSAL_LM", **{**self.lora, "target_modules": modules})
 
 
@@ -197,13 +333,14 @@ def write_model(name: str, folder: Path, **changes: int) -> Path:
 @cache
 def _made_model(name: str, **changes: int) -> Path:
     folder = Path(tempfile.mkdtemp(dir=_made_here().name))
-    variant = VARIANTS[name]
+    variant = VARIANTS.get(name) or Variant(WRAPPED[name])
     config = variant.config()
     for field_name, value in changes.items():
         assert hasattr(config, field_name), field_name
         setattr(config, field_name, value)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    _redraw(model, torch.Generator().manual_seed(list(VARIANTS).index(name)))
+    loader = AutoModelForImageTextToText if name in WRAPPED else AutoModelForCausalLM
+    model = loader.from_config(config, dtype=torch.float32)
+    _redraw(model, torch.Generator().manual_seed([*VARIANTS, *WRAPPED].index(name)))
     model.save_pretrained(folder, max_shard_size="100KB" if variant.sharded else "1GB")
     if variant.legacy_json:
         _write_legacy_json(folder / "config.json")
@@ -238,9 +375,12 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
 def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
+    names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+    fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
+    fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     for seed, recipe in enumerate(RECIPES):
         with patterns_may_match_nothing():
-            model = get_peft_model(deepcopy(base), recipe.config(targets))
+            model = get_peft_model(deepcopy(base), recipe.config(targets, fused))
         generator = torch.Generator().manual_seed(1_000 + seed)
         for module in model.modules():
             if not hasattr(module, "lora_A") or "default" not in module.lora_A:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from motet.router.text.model_tokenizer import import_transformers_without_torch
+from motet.router.text.model_tokenizer import import_transformers_without_torch, load_tokenizer
 from motet.tests.rigs.router_rig import byte_level_tokenizer
 from motet.tests.rigs.tokenizer_view import seen
 from motet.tests.router.test_text import byte_fallback_tokenizer
@@ -68,7 +68,7 @@ def _with_first(tokenizer: Tokenizer, first: str) -> Any:
 _IN_A_ROUTER = """
 import json, re, sys
 from pathlib import Path
-from motet.router.text.model_tokenizer import import_transformers_without_torch
+from motet.router.text.model_tokenizer import import_transformers_without_torch, load_tokenizer
 import_transformers_without_torch()
 from motet.tests.rigs.tokenizer_view import seen
 found = [seen(Path(path)) for path in sys.argv[1:]]
@@ -114,3 +114,16 @@ def test_where_torch_is_loaded_nothing_changes() -> None:
     import_transformers_without_torch()
     assert sys.modules["torch"] is torch
     assert is_torch_available()
+
+
+def test_a_processors_chat_template_is_the_tokenizers_where_that_has_none(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, "gemma3")
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "of the processor"}))
+    assert load_tokenizer(folder).chat_template == TEMPLATE
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    assert load_tokenizer(folder).chat_template == "of the processor"
+    (folder / "chat_template.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"chat_template\.json holds no chat template"):
+        load_tokenizer(folder)

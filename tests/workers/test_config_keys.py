@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from motet.tests.rigs.engine_rig import Stock
-from motet.tests.rigs.oracle import VARIANTS, write_model
+from motet.tests.rigs.oracle import VARIANTS, WRAPPED, write_model
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.config_keys import DECODER_KEYS
 from motet.workers.wire.messages import SamplingParams
@@ -79,17 +79,40 @@ def _values(key: str, value: Any, num_layers: int) -> Iterator[Any]:
         yield {**flat, "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}
 
 
-def _changes(raw: Mapping[str, Any], path: Path) -> list[tuple[str, Any]]:
+def _changes(raw: Mapping[str, Any], path: Path) -> list[tuple[str, Any, Mapping[str, Any]]]:
+    """Keys, their values, and config.json with each."""
     config = AutoConfig.from_pretrained(path)
+    if "text_config" not in raw:
+        return [(key, value, _changed(raw, key, value)) for key, value in _values_of_keys(raw, config)]
+    text = _values_of_keys(raw["text_config"], config.text_config)
+    ties = [("tie_word_embeddings", value) for value in _values("", raw["tie_word_embeddings"], 3)]
+    return [
+        *((key, value, {**raw, "text_config": _changed(raw["text_config"], key, value)}) for key, value in text),
+        *((key, value, _changed(raw, key, value)) for key, value in ties),
+    ]
+
+
+def _values_of_keys(raw: Mapping[str, Any], config: PreTrainedConfig) -> list[tuple[str, Any]]:
     keys = {one.name for one in dataclasses.fields(config)} | raw.keys() - UNRELATED
-    found = [(key, value) for key in sorted(keys - UNRELATED) for value in _values(key, raw.get(key), 3)]
-    return [*found, *FOREIGN.items()]
+    values = [
+        (key, value)
+        for key in sorted(keys - UNRELATED)
+        for value in _values(key, raw.get(key), raw["num_hidden_layers"])
+    ]
+    return [*values, *FOREIGN.items()]
+
+
+def _changed(raw: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    others = {other: one for other, one in raw.items() if other != key}
+    return others if value is _ABSENT else {**others, key: value}
 
 
 def _transformers(path: Path) -> torch.Tensor | None:
     """The logits; None: it takes no such file, or weights that the file does not have."""
+    raw = (path / "config.json").read_text()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loader = AutoModelForImageTextToText if "vision_config" in json.loads(raw) else AutoModelForCausalLM
+        model, info = loader.from_pretrained(
             path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
         )
         if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
@@ -128,19 +151,19 @@ def _ends_in_a_fault_of_transformers(name: str, value: Any) -> bool:
     return name == "mixtral" and isinstance(value, dict) and value.get("rope_type") == "yarn"
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *WRAPPED])
 def test_a_changed_key_is_followed_or_refused(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     base, changed = write_model(name, tmp_path / "base"), tmp_path / "changed"
     raw, motet = json.loads((base / "config.json").read_text()), _Motet(tmp_path)
     shutil.copytree(base, changed)
     changes = _changes(raw, base)
     if not request.config.option.thorough:
-        draw = random.Random(request.config.option.first_seed * len(VARIANTS) + [*VARIANTS].index(name))
+        names = [*VARIANTS, *WRAPPED]
+        draw = random.Random(request.config.option.first_seed * len(names) + names.index(name))
         changes = draw.sample(changes, NUM_CHANGES)
     wrong, unchanged = [], motet.logits(base)
-    for key, value in changes:
-        others = {other: one for other, one in raw.items() if other != key}
-        (changed / "config.json").write_text(json.dumps(others if value is _ABSENT else {**others, key: value}))
+    for key, value, document in changes:
+        (changed / "config.json").write_text(json.dumps(document))
         answer = motet.logits(changed)
         if answer is None:
             continue

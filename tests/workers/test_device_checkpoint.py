@@ -254,7 +254,7 @@ def test_tensors_that_do_not_fit_the_model(tmp_path: Path, gpu: StandInGpu) -> N
             checkpoint.take("weight", (8, 6))
         with pytest.raises(ValueError, match="has no tensor 'weight', or two parts"):
             checkpoint.take("weight", (6, 8))
-        checkpoint.drop("inv_freq")
+        checkpoint.drop(suffix="inv_freq")
         with pytest.raises(ValueError, match="has 1 tensors that this model has no place for: wide"):
             checkpoint.finish()
         with pytest.raises(ValueError, match="a row of 18000 bytes: 4096 are the most"):

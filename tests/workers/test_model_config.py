@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from motet.adapters.adapter import EXPERT_MODULES, MODULES
 from motet.kernels.norms import ACTIVATIONS
 from motet.workers.config import ExpertSharding
-from motet.workers.models.config import ModelConfig
+from motet.workers.models.config import ModelConfig, sampling_defaults
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
@@ -166,7 +167,7 @@ def test_sliding_windows_are_those_of_the_family(
         ({"eos_token_id": "12"}, "eos_token_id = '12': a whole number"),
         ({"is_causal": False}, "is_causal = false is not supported: only causal"),
         ({"architectures": ["Gemma3Model"]}, "is not supported: .*Gemma3ForCausalLM"),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "is not supported: .*Gemma3ForCausalLM"),
+        ({"architectures": ["Gemma3nForConditionalGeneration"]}, "is not supported: .*Gemma3ForCausalLM"),
         (
             {"architectures": ["MixtralForCausalLM"], "num_experts": 2, "num_local_experts": 4},
             "num_experts = 2 contradicts num_local_experts = 4",
@@ -362,3 +363,31 @@ def test_the_context_of_a_stretched_base(
 ) -> None:
     config = ModelConfig.from_folder(folder(tmp_path, rope_scaling=rope))
     assert (config.max_model_len, config.longest) == (context, longest)
+
+
+def test_sampling_defaults_are_those_that_vllm_takes(tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    assert sampling_defaults(tmp_path) == {}
+    path.write_text(json.dumps({"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": None, "max_length": 9}))
+    assert sampling_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20}
+    path.write_text(json.dumps({"min_p": 0.1, "repetition_penalty": 1.05, "max_new_tokens": 7, "num_beams": 1}))
+    assert sampling_defaults(tmp_path) == {"min_p": 0.1, "repetition_penalty": 1.05, "max_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "accepted"),
+    [
+        ("temperature", 2.5, "0 to 2"),
+        ("temperature", True, "0 to 2"),
+        ("top_k", 2.5, "a whole number from -1"),
+        ("top_p", "0.9", "0 to 1"),
+        ("repetition_penalty", 0, "0.001 to 100"),
+        ("max_new_tokens", 0, "a whole number from 1"),
+    ],
+)
+def test_sampling_defaults_that_no_request_could_have_are_refused(
+    tmp_path: Path, key: str, value: Any, accepted: str
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(ValueError, match=re.escape(f"{key} = {value!r}: {accepted}")):
+        sampling_defaults(tmp_path)

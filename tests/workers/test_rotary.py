@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
+from motet.workers.models.config import ModelConfig
 from motet.workers.models.rotary import rotary_table, rotary_tables
 from motet.workers.models.rotary_config import RotaryConfig, layer_rotaries
 
@@ -32,6 +37,12 @@ PARAMETERS = [
         "attention_factor": 1.3,
     },
 ]
+
+
+def read_model(config: PreTrainedConfig) -> ModelConfig:
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return ModelConfig.from_folder(Path(folder))
 
 
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=lambda p: str(p["rope_type"]))
@@ -79,3 +90,30 @@ def test_layers_that_slide_may_have_their_own(raw: dict[str, object]) -> None:
 def test_unknown_scaling_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"'longrope' is not supported: default, linear, llama3, yarn"):
         RotaryConfig.from_model_config({"rope_scaling": {"rope_type": "longrope"}})
+
+
+@pytest.mark.parametrize("num_positions", [100, 1024])
+def test_the_context_that_is_served_decides_the_factors_of_longrope(num_positions: int) -> None:
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0 + place / 8 for place in range(12)],
+        "long_factor": [2.0 + place for place in range(12)],
+        "partial_rotary_factor": 0.75,
+    }
+    config = Phi3Config(
+        hidden_size=128,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        num_key_value_heads=4,
+        max_position_embeddings=1024,
+        original_max_position_embeddings=256,
+        rope_parameters=dict(parameters),
+    )
+    config.architectures = ["Phi3ForCausalLM"]
+    (rotary,) = read_model(config).rotaries
+    cos, sin = Phi3RotaryEmbedding(config)(torch.zeros(1, 1, 32), torch.arange(num_positions).unsqueeze(0))
+    table = rotary_table(rotary, 32, num_positions)
+    torch.testing.assert_close(table[:, 0, :12], cos[0, :, :12], atol=2e-4, rtol=0)
+    torch.testing.assert_close(table[:, 1, :12], sin[0, :, :12], atol=2e-4, rtol=0)
+    assert (table[:, 0, 12:] == 1).all() and (table[:, 1, 12:] == 0).all()

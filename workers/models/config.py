@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from ...kernels.norms import ACTIVATIONS
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
-from .families import Family, family_of
-from .rotary_config import RotaryConfig, layer_rotaries
-from .sliding import sliding_layers
+from .families import WRAPPERS, Family, Wrapper, family_of
+from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, without_axes
+from .sliding import has_rotary, sliding_layers
+
+_GENERATION_CONFIG: Final = "generation_config.json"
 
 # The facts of a base's experts, read from config.json.
 
@@ -86,6 +89,11 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # by layer: newest tokens that a token sees, itself included; None: all
     experts: ExpertConfig | None
     eos_token_ids: tuple[int, ...]
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what each half of a layer adds to the residual
+    logit_multiplier: float = 1.0
+    head_order: tuple[int, ...] = ()  # see `rotary_config.head_order`
+    is_wrapped: bool = False  # the text model of one that takes pictures too
 
     @staticmethod
     def from_folder(folder: Path) -> ModelConfig:
@@ -93,10 +101,8 @@ class ModelConfig:
         path = folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{folder} has no config.json: a model folder in Hugging Face format is needed")
-        raw, generation = _object_of(path), folder / "generation_config.json"
-        eos = _object_of(generation).get("eos_token_id") if generation.is_file() else None
         try:
-            return _parse(raw, eos)
+            return _parse(_object_of(path), _generation_config(folder).get("eos_token_id"))
         except KeyError as error:
             raise ValueError(f"{path} lacks {error.args[0]!r}") from None
         except (TypeError, AttributeError, OverflowError) as error:  # a value of another type than its key has
@@ -114,7 +120,13 @@ class ModelConfig:
         }
         experts, names = self.experts, self.family.experts
         if experts is None or names is None:
-            return BaseShape(self.num_layers, attn | dense)
+            return BaseShape(
+                self.num_layers,
+                attn | dense,
+                fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
+                head_order=self.head_order,
+                is_wrapped=self.is_wrapped,
+            )
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
@@ -133,7 +145,8 @@ class ModelConfig:
     @property
     def longest(self) -> int | None:
         """Tokens to which the rotary embedding was stretched, whatever the context is; None: config.json says none."""
-        return None if self.rotaries[0].longest is None else int(self.rotaries[0].longest)
+        rotated = next((rotary for rotary in self.rotaries if rotary.kind != NO_ROTARY), self.rotaries[0])
+        return None if rotated.longest is None else int(rotated.longest)
 
     @property
     def full_layers(self) -> FullLayers | None:
@@ -144,6 +157,45 @@ class ModelConfig:
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer; see `slab_of_head`."""
         return self.num_kv_heads * slab_of_head(self.head_dim, block_size, kv_dtype, element_bytes)
+
+
+_UP_TO_1: Final = ("0 to 1", 0.0, 1.0)
+# What vLLM 0.33 takes of generation_config.json: what is accepted. It does not look at `do_sample`, which is of
+# transformers' own `generate`; greedy is temperature = 0.
+_SAMPLING_KEYS: Final = {
+    "temperature": ("0 to 2", 0.0, 2.0),
+    "top_k": ("a whole number from -1; 0 and -1: off", -1.0, 2.0**31 - 1),
+    "top_p": _UP_TO_1,
+    "min_p": _UP_TO_1,
+    "repetition_penalty": ("0.001 to 100", 0.001, 100.0),
+    "max_new_tokens": ("a whole number from 1", 1.0, 2.0**31 - 1),
+}
+_WHOLE: Final = frozenset({"top_k", "max_new_tokens"})
+
+
+def sampling_defaults(folder: Path) -> dict[str, int | float]:
+    """What generation_config.json says of requests that leave it open, by the request's field.
+
+    Raises ValueError for a value that requests could not have.
+    """
+    defaults: dict[str, int | float] = {}
+    for key, value in _generation_config(folder).items():
+        if key not in _SAMPLING_KEYS or value is None:
+            continue
+        accepted, low, high = _SAMPLING_KEYS[key]
+        is_number = isinstance(value, int if key in _WHOLE else int | float) and not isinstance(value, bool)
+        if not is_number or not low <= value <= high:
+            raise ValueError(
+                f"{folder / _GENERATION_CONFIG}: {key} = {value!r}: {accepted} is accepted; with --sampling-defaults "
+                "openai it is not read"
+            )
+        defaults["max_tokens" if key == "max_new_tokens" else key] = value
+    return defaults
+
+
+def _generation_config(folder: Path) -> dict[str, Any]:
+    path = folder / _GENERATION_CONFIG
+    return _object_of(path) if path.is_file() else {}
 
 
 def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_bytes: int) -> int:
@@ -174,10 +226,15 @@ def _object_of(path: Path) -> dict[str, Any]:
 
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
-    family = _family(raw)
     _refuse_unsupported(raw)
+    wrapper = WRAPPERS.get(_architecture(raw))
+    if wrapper is not None:
+        raw = _text_config(raw, wrapper)
+        _refuse_unsupported(raw)
+    family = _family(raw) if wrapper is None else wrapper.text
     values = read_keys(raw, family)
     activation = values[family.activation_key]
+    activation = family.activations.get(activation, activation)
     if activation not in ACTIVATIONS:
         accepted = ", ".join(ACTIVATIONS)
         raise ValueError(f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted")
@@ -186,9 +243,16 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
-    attention_bias = values.get("attention_bias", False)
+    attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
-    rotaries = layer_rotaries(raw, slides, family.rope_theta, family.local_rope_theta)
+    rotaries = layer_rotaries(
+        {**raw, **values}, slides, family.rope_theta, family.local_rope_theta, family.rotated_share, family.rope_kinds
+    )
+    if rotaries[0].factors:
+        rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
+    context = _context(values, rotaries, family)
+    if "no_rope_layers" in values:
+        rotaries = _rotated(values, rotaries)
     return ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
@@ -201,31 +265,67 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         norm_eps=float(values["rms_norm_eps"]),
         activation=activation,
         rotaries=rotaries,
-        max_model_len=_context(values, rotaries, family),
+        max_model_len=context,
         tie_word_embeddings=values["tie_word_embeddings"],
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
-        output_bias=attention_bias,
-        mlp_bias=values.get("mlp_bias", False),
-        attention_scale=float(values.get("query_pre_attn_scalar", head_dim)) ** -0.5,
+        output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
+        mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
+        attention_scale=float(
+            values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)
+        ),
         attention_softcap=_number(values.get("attn_logit_softcapping")),
         logit_softcap=_number(values.get("final_logit_softcapping")),
         sliding_windows=tuple(window if slide else None for slide in slides),
         experts=ExpertConfig.from_values(values, family),
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
+        embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
+        residual_multiplier=float(values.get("residual_multiplier", 1.0)),
+        logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
+        head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
+        is_wrapped=wrapper is not None,
     )
 
 
-def _family(raw: Mapping[str, Any]) -> Family:
+def _architecture(raw: Mapping[str, Any]) -> str:
     architectures = raw.get("architectures") or ["none named"]
     if not isinstance(architectures, list):
         raise ValueError(f"architectures = {architectures!r}: a list with one name is needed")
-    family, model_type = family_of(str(architectures[0])), raw.get("model_type")
-    if model_type is not None and model_type != family.model_type:  # by which transformers chooses
-        raise ValueError(
-            f"model_type = {model_type!r} contradicts architectures = {architectures!r}, whose model_type is "
-            f"{family.model_type!r}: correct one of them"
-        )
+    return str(architectures[0])
+
+
+def _family(raw: Mapping[str, Any]) -> Family:
+    family = family_of(_architecture(raw))
+    _check_model_type(raw, family.model_type)
     return family
+
+
+def _check_model_type(raw: Mapping[str, Any], needed: str) -> None:
+    """transformers chooses by `model_type`, and motet by `architectures`."""
+    model_type = raw.get("model_type")
+    if model_type is not None and model_type != needed:
+        raise ValueError(
+            f"model_type = {model_type!r} contradicts architectures = {raw['architectures']!r}, whose model_type is "
+            f"{needed!r}: correct one of them"
+        )
+
+
+def _text_config(raw: Mapping[str, Any], wrapper: Wrapper) -> Mapping[str, Any]:
+    """The keys of the text model, as a model of text alone has them."""
+    _check_model_type(raw, wrapper.model_type)
+    if wrapper.may_be_flat and "text_config" not in raw:
+        text = {key: value for key, value in raw.items() if key not in ("model_type", "vision_config")}
+    else:
+        text = dict(raw["text_config"])
+        model_type = text.get("model_type", wrapper.text.model_type)
+        if model_type != wrapper.text.model_type:
+            raise ValueError(
+                f"text_config.model_type = {model_type!r} is not supported in a {wrapper.model_type}: "
+                f"{wrapper.text.model_type!r} is accepted"
+            )
+        text["eos_token_id"] = raw.get("eos_token_id") or text.get("eos_token_id")
+    if isinstance(text.get("tie_word_embeddings", False), bool):  # else it is refused
+        text["tie_word_embeddings"] = raw.get("tie_word_embeddings", wrapper.ties_by_default)
+    return without_axes(text, wrapper.has_axes)
 
 
 def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family: Family) -> int:
@@ -234,6 +334,28 @@ def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family
     if rotary.kind == "linear" and not family.linear_is_in_context:
         return int(positions * rotary.options["factor"])
     return positions
+
+
+def _with_amplitude(rotary: RotaryConfig, max_positions: int, head_dim: int) -> RotaryConfig:
+    """A `longrope` whose amplitude is known. Raises ValueError for lists that do not fit the heads."""
+    num_pairs, options = rotary.num_rotated(head_dim) // 2, rotary.options
+    if any(len(factors) != num_pairs for factors in rotary.factors):
+        raise ValueError(f"short_factor and long_factor of a rotary embedding: {num_pairs} numbers each are needed")
+    original = options["original_max_position_embeddings"]
+    factor = options.get("factor", max_positions / original)
+    amplitude = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return replace(rotary, options={"attention_factor": amplitude, **options})
+
+
+def _rotated(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig]) -> tuple[RotaryConfig, ...]:
+    """The embedding of each layer, where some have none. Raises ValueError for a list that does not fit the layers."""
+    layers = values["no_rope_layers"]
+    if layers and len(layers) != len(rotaries):
+        raise ValueError(f"no_rope_layers has {len(layers)} entries: num_hidden_layers = {len(rotaries)} needs as many")
+    return tuple(
+        rotary if has_rotary(values, layer) else replace(rotary, kind=NO_ROTARY, options={})
+        for layer, rotary in enumerate(rotaries)
+    )
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:

@@ -115,6 +115,7 @@ _MAX_LAYERS: Final = 10_000
 # where it is the family's default.
 _NULLABLE: Final = frozenset(
     {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "layer_types", "mlp_only_layers"}
+    | {"no_rope_layers"}
 )
 _WINDOW_KEYS: Final = frozenset({"sliding_window", "max_window_layers"})  # with `use_sliding_window` alone
 _FACTORS: Final = re.compile(r"(multiplier|scale|scaling|factor)$")  # 1 changes nothing
@@ -127,7 +128,7 @@ def read_keys(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     """
     raw = _renamed(raw, family)
     _refuse_unread(raw, family)
-    values: dict[str, Any] = {key: _checked(key, raw[key]) for key in _NEEDED}
+    values: dict[str, Any] = {key: _checked(key, raw[key]) for key in _NEEDED if key not in family.defaults}
     for key, default in family.defaults.items():
         value = raw.get(key, default)
         is_null = value is None and (default is None or key in _NULLABLE or key in family.nullable)
@@ -223,6 +224,18 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,
     "qkv_bias": _FLAG,
+    "attention_out_bias": _FLAG,
+    "original_max_position_embeddings": _SIZE,
+    "use_bias": _FLAG,
+    "attention_multiplier": _NUMBER,
+    "embedding_multiplier": _NUMBER,
+    "residual_multiplier": _NUMBER,
+    "logits_scaling": _NUMBER,
+    "no_rope_layers": (
+        "a list of 0 and 1",
+        lambda value: isinstance(value, list) and all(is_whole(element, 0, 1) for element in value),
+    ),
+    "no_rope_layer_interval": _SIZE,
     "query_pre_attn_scalar": _SIZE,
     "attn_logit_softcapping": _NUMBER,
     "final_logit_softcapping": _NUMBER,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
+from .config import ModelConfig
+from .families import VISION_PREFIXES
 from .layers import (
     DOWN,
     GATE_UP,
@@ -31,18 +33,25 @@ from .weights import WeightSource
 def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> DecoderLayer:
     """The layer. Raises ValueError for missing and misshapen tensors."""
     loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
+    assert config.residual_multiplier == 1.0 or config.family.post_norms is None
     has_experts = config.experts is not None and config.experts.layers[index]
-    has_post_norms = config.family.post_norms
+    post_norms = config.family.post_norms
+    loader.split_fused()
     return DecoderLayer(
         index,
         loader.attention(),
         loader.experts() if has_experts else loader.mlp(),
         attention_norm=loader.norm("input_layernorm"),
-        mlp_norm=loader.norm("pre_feedforward_layernorm" if has_post_norms else "post_attention_layernorm"),
-        attention_post_norm=loader.norm("post_attention_layernorm") if has_post_norms else None,
-        mlp_post_norm=loader.norm("post_feedforward_layernorm") if has_post_norms else None,
-        norm_eps=config.norm_eps,
+        mlp_norm=loader.norm(config.family.mlp_norm),
+        attention_post_norm=None if post_norms is None else loader.norm(post_norms[0]),
+        mlp_post_norm=None if post_norms is None else loader.norm(post_norms[1]),
+        norm_eps=_residual_eps(config),
     )
+
+
+def _residual_eps(config: ModelConfig) -> float:
+    """Of norms of the residual, which is kept divided by `residual_multiplier`: nothing that is added needs it then."""
+    return config.norm_eps / config.residual_multiplier**2
 
 
 def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
@@ -62,19 +71,31 @@ class _LayerLoader:
     def norm(self, name: str) -> torch.Tensor:
         return load_norm(f"{self.prefix}{name}", self._config.hidden_size, self._sharding, self._checkpoint)
 
+    def split_fused(self) -> None:
+        """Makes the linears that are one in the file known by their own names."""
+        for path, parts in self._config.family.fused.items():
+            block = path.partition(".")[0]
+            num_rows = {name: self._config.shape.modules[name][1] for name in parts}
+            rows = {f"{self.prefix}{block}.{name}.weight": number for name, number in num_rows.items()}
+            self._checkpoint.split(f"{self.prefix}{path}.weight", rows)
+
     def attention(self) -> Attention:
         config, sharding, dim, hidden = self._config, self._sharding, self._config.head_dim, self._config.hidden_size
         query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
         num_query, num_kv = config.num_heads * dim, config.num_kv_heads * dim
         sizes = {"q_proj": (num_query, query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
-        weights = [self._rows(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()]
-        biases = [
-            self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
+        weights = {name: self._rows(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()}
+        biases = {
+            name: self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
             for name, (size, part) in sizes.items()
             if config.qkv_bias
-        ]
+        }
+        if config.head_order:
+            for tensors in (weights, biases):
+                tensors |= {name: self._in_order(tensors[name]) for name in ("q_proj", "k_proj") if name in tensors}
+        bias = torch.cat([*biases.values()]) if biases else None
         return Attention(
-            qkv=LoraLinear(self._pack_layer(torch.cat(weights)), torch.cat(biases) if biases else None, QKV),
+            qkv=LoraLinear(self._pack_layer(torch.cat([*weights.values()])), bias, QKV),
             output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
             head_norm=self._head_norm(),
             num_heads=sharding.heads[1] - sharding.heads[0],
@@ -146,7 +167,14 @@ class _LayerLoader:
             load_norm(f"{self.prefix}self_attn.{name}_norm", config.head_dim, self._sharding, self._checkpoint)
             for name in "qk"
         )
+        if config.head_order:
+            q, k = self._in_order(q), self._in_order(k)
         return HeadNorm(q, k, config.norm_eps)
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of heads in the order in which they are rotated."""
+        heads = rows.view(-1, self._config.head_dim, *rows.shape[1:])
+        return heads[:, list(self._config.head_order)].flatten(0, 1)
 
     def _row_linear(self, name: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
         hidden = self._config.hidden_size
@@ -176,6 +204,7 @@ class Decoder:
     vocabulary: Range
     vocab_size: int
     embedding_scale: float
+    logit_multiplier: float
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -194,6 +223,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, vocab]` in float32, on every worker."""
         logits = self._raw_logits(hidden, context)
+        if self.logit_multiplier != 1.0:
+            logits = logits * self.logit_multiplier
         if self.logit_softcap is None:
             return logits
         return self.logit_softcap * torch.tanh(logits / self.logit_softcap)
@@ -237,14 +268,27 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
             "transformers then computes with this head; without lm_head.weight the embedding is the head"
         )
     if config.tie_word_embeddings or not checkpoint.has_head:  # then no logits are needed: see `GangLimits`
-        checkpoint.drop("lm_head.weight")
+        checkpoint.drop(suffix="lm_head.weight")
         head = embedding
     else:
         head = checkpoint.take("lm_head.weight", (vocab, hidden), rows=part)
-    checkpoint.drop("rotary_emb.inv_freq")
+    checkpoint.drop(suffix="rotary_emb.inv_freq")
+    for prefix in VISION_PREFIXES if config.is_wrapped else ():
+        checkpoint.drop(prefix=prefix)
+        checkpoint.drop(prefix=f"model.{prefix}")
     checkpoint.finish()
     scale = 1.0
     if config.family.scaled_embedding:  # rounded to the weights' dtype, as these families were trained
         scale = float(torch.tensor(hidden**0.5, dtype=embedding.dtype))
-    packed_head = kernels.pack_linear(head)
-    return Decoder(embedding, layers, norm, config.norm_eps, packed_head, part, vocab, scale, config.logit_softcap)
+    return Decoder(
+        embedding,
+        layers,
+        norm,
+        _residual_eps(config),
+        kernels.pack_linear(head),
+        part,
+        vocab,
+        embedding_scale=scale * config.embedding_multiplier / config.residual_multiplier,
+        logit_multiplier=config.logit_multiplier,
+        logit_softcap=config.logit_softcap,
+    )

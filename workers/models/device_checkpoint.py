@@ -10,15 +10,25 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
 from ...kernels.pinned_zeros import pinned_zeros
-from .stored_tensor import StoredTensor, check_float, has_other_head, lacks_head, named_in_full, shards, stored_tensors
+from .stored_tensor import (
+    StoredTensor,
+    check_float,
+    has_other_head,
+    lacks_head,
+    named_in_full,
+    rows_of_parts,
+    shards,
+    stored_tensors,
+)
 
 # Ranges of a checkpoint's files, read into memory of the host.
 
@@ -300,9 +310,24 @@ class DeviceCheckpoint:
     def has_other_head(self) -> bool:
         return has_other_head(self._folder)
 
-    def drop(self, suffix: str) -> None:
-        """Forgets tensors that the model computes by itself or shares."""
-        for name in [name for name in self._where if name.endswith(suffix)]:
+    def split(self, name: str, num_rows: Mapping[str, int]) -> None:
+        """See `WeightSource.split`."""
+        stored = self._where.pop(name, None)
+        if stored is None:
+            raise ValueError(f"{self._folder} has no tensor {name!r}")
+        for part, (start, stop) in rows_of_parts(name, stored.shape, num_rows).items():
+            row_bytes = stored.num_bytes // stored.shape[0]
+            self._where[part] = replace(
+                stored,
+                name=part,
+                shape=(stop - start, *stored.shape[1:]),
+                start=stored.start + start * row_bytes,
+                num_bytes=(stop - start) * row_bytes,
+            )
+
+    def drop(self, *, prefix: str = "", suffix: str = "") -> None:
+        """Forgets tensors that the model computes by itself, shares or does not use."""
+        for name in [name for name in self._where if name.startswith(prefix) and name.endswith(suffix)]:
             self._progress.done(self._where.pop(name).num_bytes)
 
     def finish(self) -> None:

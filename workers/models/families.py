@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .rotary_config import LONGROPE, SCALINGS
 from .sliding import (
     Slides,
     below_layer_alternating,
@@ -15,6 +16,7 @@ from .sliding import (
     if_enabled,
     never,
     throughout,
+    without_rotary,
 )
 
 
@@ -51,13 +53,20 @@ class Family:
     qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     norm_offset: float = 0.0  # added to the stored weights of all norms
-    post_norms: bool = False  # the outputs of attention and MLP are normed before they are added to the residual
+    mlp_norm: str = "post_attention_layernorm"  # name of the norm before the MLP
+    post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
+    output_has_bias: bool = True  # `attention_bias` is of o_proj too
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
     scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
     slides: Slides = never  # which layers see only a window of the newest tokens
     rope_theta: float = 10_000.0  # default
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
+    rope_kinds: tuple[str, ...] = SCALINGS
+    rotated_share: float | None = None  # default of `partial_rotary_factor`; None: heads are rotated whole
+    rotates_neighbours: bool = False  # pairs (0, 1), (2, 3) …, not (0, half), (1, half + 1) …
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
     experts: ExpertNames | None = None  # None: the family has no experts
+    activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property
@@ -94,12 +103,96 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 4096,
     "layer_types": None,
 }
+_GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _KV_HEADS = frozenset({"num_key_value_heads"})
+_QKV: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
+_GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
+
+_BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", "llama", _COMMON | {"attention_bias": False, "mlp_bias": False}),
+    "LlamaForCausalLM": Family("llama", "llama", _COMMON | _BIASES),
     "MistralForCausalLM": Family(
         "mistral", "mistral", _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096}, slides=throughout
+    ),
+    "MinistralForCausalLM": Family(
+        "ministral",
+        "ministral",
+        _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
+        nullable=_KV_HEADS,
+        slides=throughout,
+    ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        "granite",
+        _COMMON
+        | _BIASES
+        | {
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        "smollm3",
+        _COMMON
+        | _BIASES
+        | {
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "layer_types": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        nullable=_KV_HEADS,
+        slides=without_rotary,
+        rope_theta=2_000_000.0,
+    ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        "seed_oss",
+        _COMMON
+        | _BIASES
+        | {"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True, "attention_out_bias": False},
+        nullable=_KV_HEADS | {"head_dim"},
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        "phi3",
+        _COMMON | {"rms_norm_eps": 1e-5, "sliding_window": None, "original_max_position_embeddings": 4096},
+        slides=throughout,
+        rope_kinds=("default", LONGROPE),
+        fused=_QKV | _GATE_UP,
+        rotated_share=1.0,
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        "glm4",
+        _COMMON | {"num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True},
+        post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        output_has_bias=False,
+        fused=_GATE_UP,
+        rotated_share=0.5,
+        rotates_neighbours=True,
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        "ernie4_5",
+        "ernie4_5",
+        _COMMON
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "use_bias": False,
+        },
+        nullable=_KV_HEADS | {"head_dim"},
+        rope_theta=500_000.0,
+        rotates_neighbours=True,
     ),
     "MixtralForCausalLM": Family(
         "mixtral",
@@ -170,12 +263,29 @@ FAMILIES = {
         slides=if_enabled,
         experts=_QWEN_EXPERTS,
     ),
+    "GemmaForCausalLM": Family(
+        "gemma",
+        "gemma",
+        _COMMON
+        | {
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "attention_bias": False,
+        },
+        computes={"hidden_activation": "gelu_pytorch_tanh"},
+        activations={"gelu": "gelu_pytorch_tanh"},  # as released files name it
+        norm_offset=1.0,
+        scaled_embedding=True,
+    ),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         "gemma2",
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         norm_offset=1.0,
-        post_norms=True,
+        mlp_norm="pre_feedforward_layernorm",
+        post_norms=_GEMMA_POST_NORMS,
         scaled_embedding=True,
         slides=every_other,
     ),
@@ -185,7 +295,8 @@ FAMILIES = {
         _GEMMA | {"final_logit_softcapping": None, "sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0},
         qk_norm=True,
         norm_offset=1.0,
-        post_norms=True,
+        mlp_norm="pre_feedforward_layernorm",
+        post_norms=_GEMMA_POST_NORMS,
         scaled_embedding=True,
         slides=five_of_six,
         rope_theta=1_000_000.0,
@@ -193,6 +304,56 @@ FAMILIES = {
         linear_is_in_context=True,
     ),
 }
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model that takes pictures too, of which motet computes the text model: the facts of its config.json.
+
+    Text alone has the same position on all axes of a rotary embedding of several (`mrope`), which is then plain.
+    """
+
+    model_type: str
+    text: Family  # what `text_config` describes
+    ties_by_default: bool = False  # `tie_word_embeddings` counts beside `text_config`, not in it
+    may_be_flat: bool = False  # older files have the text model's keys beside `vision_config`
+    has_axes: bool = False  # its rotary embedding has to name `mrope_section`
+
+
+_QWEN_VL: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
+_QWEN2, _QWEN3, _GEMMA3 = (FAMILIES[f"{name}ForCausalLM"] for name in ("Qwen2", "Qwen3", "Gemma3"))
+_QWEN2_VL = replace(_QWEN2, defaults={**_QWEN2.defaults, **_QWEN_VL}, rope_theta=1_000_000.0)
+
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": Wrapper(
+        "gemma3",
+        replace(  # files name only what differs from these; the cap of logits would not be applied
+            _GEMMA3,
+            defaults={key: value for key, value in _GEMMA3.defaults.items() if key != "final_logit_softcapping"}
+            | {"vocab_size": 262_208, "num_attention_heads": 8, "max_position_embeddings": 131_072},
+        ),
+        ties_by_default=True,
+    ),
+    "Mistral3ForConditionalGeneration": Wrapper("mistral3", FAMILIES["MistralForCausalLM"], ties_by_default=True),
+    "Qwen2VLForConditionalGeneration": Wrapper(
+        "qwen2_vl", replace(_QWEN2_VL, model_type="qwen2_vl_text"), may_be_flat=True, has_axes=True
+    ),
+    "Qwen2_5_VLForConditionalGeneration": Wrapper(
+        "qwen2_5_vl", replace(_QWEN2_VL, model_type="qwen2_5_vl_text"), may_be_flat=True, has_axes=True
+    ),
+    "Qwen3VLForConditionalGeneration": Wrapper(
+        "qwen3_vl",
+        replace(
+            _QWEN3,
+            model_type="qwen3_vl_text",
+            defaults=_COMMON | {"num_key_value_heads": 32, "head_dim": 128, "attention_bias": False},
+            rope_theta=500_000.0,
+            slides=never,
+        ),
+    ),
+}
+# The tensors, by the beginnings of their names, and their adapters' that belong to no text model.
+VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.")
 
 # As AutoModel saves a model, without its head. A Gemma3Model sees images.
 _WITHOUT_HEAD = {
@@ -205,5 +366,6 @@ def family_of(architecture: str) -> Family:
     """The family of an architecture. Raises ValueError for one that motet does not compute."""
     family = FAMILIES.get(architecture) or _WITHOUT_HEAD.get(architecture)
     if family is None:
-        raise ValueError(f"architecture {architecture!r} is not supported: {', '.join(FAMILIES)} are accepted")
+        accepted = ", ".join((*FAMILIES, *WRAPPERS))
+        raise ValueError(f"architecture {architecture!r} is not supported: {accepted} are accepted")
     return family

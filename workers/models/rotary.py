@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .rotary_config import RotaryConfig
+from .rotary_config import LONGROPE, NO_ROTARY, RotaryConfig
 
 
 def rotary_tables(
@@ -26,14 +26,23 @@ def rotary_tables(
 
 
 def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines and sines of each position, `[num_positions, 2, head_dim // 2]` in float32."""
-    frequencies, amplitude = _frequencies(config, head_dim)
+    """Cosines and sines of each position, `[num_positions, 2, head_dim // 2]` in float32; see `head_order`."""
+    num_rotated = config.num_rotated(head_dim)
+    if config.kind == LONGROPE:
+        frequencies, amplitude = _longrope(config, num_rotated, num_positions)
+    else:
+        frequencies, amplitude = _frequencies(config, num_rotated)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
-    return torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude
+    table = torch.zeros(num_positions, 2, head_dim // 2)
+    table[:, 0] = 1.0
+    table[:, :, : num_rotated // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude
+    return table
 
 
 def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:
     plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    if config.kind == NO_ROTARY:
+        return torch.zeros_like(plain), 1.0
     if config.kind == "linear":
         return plain / config.options["factor"], 1.0
     if config.kind == "llama3":
@@ -49,6 +58,18 @@ def _llama3(plain: torch.Tensor, options: Mapping[str, float]) -> torch.Tensor:
     waves_in_context = options["original_max_position_embeddings"] * plain / (2 * math.pi)
     plain_share = ((waves_in_context - low) / (high - low)).clamp(0, 1)
     return plain * plain_share + plain / options["factor"] * (1 - plain_share)
+
+
+def _longrope(config: RotaryConfig, num_rotated: int, num_positions: int) -> tuple[torch.Tensor, float]:
+    """LongRoPE (arXiv 2402.13753): each frequency has a factor, and long contexts have others.
+
+    As in vLLM the context that is served decides which, so that a sequence's keys stay as they are while it grows.
+    """
+    original = config.options["original_max_position_embeddings"]
+    short, long = config.factors
+    factors = torch.tensor(long if num_positions > original else short)
+    plain = config.theta ** (torch.arange(0, num_rotated, 2, dtype=torch.float32) / num_rotated)
+    return 1.0 / (factors * plain), config.options["attention_factor"]
 
 
 def _yarn(plain: torch.Tensor, config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:

@@ -8,44 +8,74 @@ from dataclasses import dataclass
 from typing import Any
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
+LONGROPE = "longrope"  # of families that say so
+NO_ROTARY = "none"  # of layers that do not rotate: all angles are 0
 # The numbers of each scaling, those first that it needs. `truncate` is a flag.
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    LONGROPE: ("original_max_position_embeddings",),
 }
-_OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")}
+_FACTORS = ("short_factor", "long_factor")  # lists of `longrope`, which divide the frequencies
+_OPTIONAL = {
+    "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    LONGROPE: ("factor", "attention_factor"),
+}
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
+_TYPE_KEYS = ("rope_type", "type")
+_AXES_KEYS = ("mrope_section", "mrope_interleaved")
 _NOTES = frozenset({"finetuned"})  # of published files; nothing computes with them
 
 
 @dataclass(frozen=True)
 class RotaryConfig:
     theta: float
-    kind: str  # one of SCALINGS
+    kind: str  # one of SCALINGS, or NO_ROTARY
     options: Mapping[str, float]  # the scaling's own numbers, by their names in config.json
+    share: float = 1.0  # of a head's dimensions that are rotated
+    factors: tuple[tuple[float, ...], ...] = ()  # `longrope`: those of short contexts, and of long ones
 
     @staticmethod
-    def from_model_config(raw: Mapping[str, Any], default_theta: float = 10000.0) -> RotaryConfig:
+    def from_model_config(
+        raw: Mapping[str, Any],
+        default_theta: float = 10000.0,
+        default_share: float | None = None,
+        scalings: tuple[str, ...] = SCALINGS,
+    ) -> RotaryConfig:
         """Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old) of a config.json.
 
-        Raises ValueError for what this decoder or transformers does not compute.
+        `default_share`: None: `partial_rotary_factor` is not read. Raises ValueError for what this decoder or
+        transformers does not compute.
         """
         parameters = _parameters(raw)
-        types = [parameters.pop("rope_type", None), parameters.pop("type", None)]
+        types = [parameters.pop(key, None) for key in _TYPE_KEYS]
         kind = str(types[0] or types[1] or "default")
-        if kind not in SCALINGS:
-            raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(SCALINGS)} are accepted")
+        if kind not in scalings:
+            raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(scalings)} are accepted")
         theta = parameters.pop("rope_theta", raw.get("rope_theta", default_theta))
         if not _is_positive(theta):
             raise ValueError(f"rope_theta = {theta!r}: a number above 0 is needed, or no such key")
-        for place in (raw, parameters):
-            if place.get("partial_rotary_factor", None) not in (None, 1):
-                raise ValueError("partial_rotary_factor other than 1 is not supported")
-        parameters.pop("partial_rotary_factor", None)
+        share = parameters.pop("partial_rotary_factor", raw.get("partial_rotary_factor", default_share))
+        if share not in (None, 1) and default_share is None:
+            raise ValueError("partial_rotary_factor other than 1 is not supported")
+        if share is not None and not (_is_positive(share) and share <= 1):
+            raise ValueError(f"partial_rotary_factor = {share!r}: a number above 0 and up to 1 is needed")
         _set_original_length(kind, parameters, raw)
-        return RotaryConfig(float(theta), kind, _options(kind, parameters))
+        factors = tuple(_factors(key, parameters.pop(key, None)) for key in _FACTORS) if kind == LONGROPE else ()
+        share = 1.0 if share is None else float(share)
+        return RotaryConfig(float(theta), kind, _options(kind, parameters), share, factors)
+
+    def num_rotated(self, head_dim: int) -> int:
+        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number."""
+        number = int(head_dim * self.share)
+        if number % 2 or not number:
+            raise ValueError(
+                f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: an even "
+                "number is needed"
+            )
+        return number
 
     @property
     def longest(self) -> float | None:
@@ -72,7 +102,7 @@ def _set_original_length(kind: str, parameters: dict[str, Any], raw: Mapping[str
     """Where the scaling needs it and does not say it, it is the model's."""
     key = "original_max_position_embeddings"
     if key in _NEEDED[kind]:
-        length = parameters.setdefault(key, raw["max_position_embeddings"])
+        length = parameters.setdefault(key, raw[key if kind == LONGROPE else "max_position_embeddings"])
         if raw.get(key, length) != length:
             raise ValueError(f"{key} = {raw[key]!r} contradicts {length!r} of the rotary embedding: keep one")
 
@@ -104,16 +134,57 @@ def _options(kind: str, parameters: Mapping[str, Any]) -> dict[str, float]:
     return options
 
 
+def _factors(key: str, value: Any) -> tuple[float, ...]:
+    if not isinstance(value, list) or not value or not all(map(_is_positive, value)):
+        raise ValueError(f"{key} = {value!r} of a rotary embedding: a list of numbers above 0 is needed")
+    return tuple(map(float, value))
+
+
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+def head_order(head_dim: int, num_rotated: int, rotates_neighbours: bool) -> tuple[int, ...]:
+    """The stored row of each row of a head, so that row i is rotated with row i + head_dim / 2; empty: all as stored.
+
+    Queries and keys in one order have the same products. What is not rotated is paired too, by angles of 0.
+    """
+    if rotates_neighbours:
+        pairs = [(row, row + 1) for row in range(0, num_rotated, 2)]
+    else:
+        pairs = [(row, row + num_rotated // 2) for row in range(num_rotated // 2)]
+    num_others = (head_dim - num_rotated) // 2
+    pairs += [(row, row + num_others) for row in range(num_rotated, num_rotated + num_others)]
+    order = (*(first for first, _ in pairs), *(second for _, second in pairs))
+    return () if order == tuple(range(head_dim)) else order
+
+
+def without_axes(raw: Mapping[str, Any], has_axes: bool) -> dict[str, Any]:
+    """The same config for positions of text, which are equal on all axes of a rotary embedding for pictures.
+
+    `has_axes`: they have to be named. Raises KeyError otherwise.
+    """
+    plain = dict(raw)
+    if has_axes and _AXES_KEYS[0] not in _parameters(raw):
+        raise KeyError(_AXES_KEYS[0])
+    for key in ("rope_scaling", "rope_parameters"):
+        if isinstance(rope := raw.get(key), Mapping):
+            kinds = {name: "default" if rope[name] == "mrope" else rope[name] for name in _TYPE_KEYS if name in rope}
+            plain[key] = {name: value for name, value in rope.items() if name not in _AXES_KEYS} | kinds
+    return plain
+
+
 def layer_rotaries(
-    raw: Mapping[str, Any], slides: Sequence[bool], theta: float, local_theta: float | None
+    raw: Mapping[str, Any],
+    slides: Sequence[bool],
+    theta: float,
+    local_theta: float | None,
+    share: float | None = None,
+    scalings: tuple[str, ...] = SCALINGS,
 ) -> tuple[RotaryConfig, ...]:
     """The embedding of each layer. With a `local_theta`, its default, layers that slide have their own (Gemma 3)."""
     if local_theta is None:
-        return (RotaryConfig.from_model_config(raw, theta),) * len(slides)
+        return (RotaryConfig.from_model_config(raw, theta, share, scalings),) * len(slides)
     kinds = {} if raw.get("rope_scaling") and not raw.get("rope_parameters") else _parameters(raw)
     for key in kinds:
         if key not in _KINDS_OF_LAYERS:

@@ -50,6 +50,17 @@ def from_layer(values: Mapping[str, Any], layer: int) -> bool:
     return if_enabled(values, layer) and layer >= int(values["max_window_layers"])
 
 
+def has_rotary(values: Mapping[str, Any], layer: int) -> bool:
+    """SmolLM3: all layers but every fourth, or as config.json says, rotate queries and keys."""
+    layers = values.get("no_rope_layers")  # 1: it does, whatever the name says
+    return bool(layers[layer] if layers else (layer + 1) % int(values["no_rope_layer_interval"]))
+
+
+def without_rotary(values: Mapping[str, Any], layer: int) -> bool:
+    """SmolLM3: the layers that do not rotate, if windows are enabled."""
+    return if_enabled(values, layer) and not has_rotary(values, layer)
+
+
 def below_layer_alternating(values: Mapping[str, Any], layer: int) -> bool:
     """Qwen2-MoE: every other layer of the first `max_window_layers`."""
     return bool(values["use_sliding_window"]) and layer < int(values["max_window_layers"]) and layer % 2 == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -74,6 +75,17 @@ def check_float(name: str, dtype: str) -> None:
         raise ValueError(f"tensor {name!r} has the dtype {dtype}: {', '.join(sorted(FLOATS))} are accepted")
 
 
+def rows_of_parts(name: str, shape: Sequence[int], num_rows: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Start and stop of the rows of each part of a tensor. Raises ValueError unless they are all of them."""
+    if not shape or shape[0] != sum(num_rows.values()):
+        raise ValueError(
+            f"tensor {name!r} has shape {tuple(shape)}: config.json needs {sum(num_rows.values())} rows, of "
+            f"{', '.join(num_rows)}"
+        )
+    stops = [*accumulate(num_rows.values())]
+    return {part: (stop - num_rows[part], stop) for part, stop in zip(num_rows, stops, strict=True)}
+
+
 def are_equal(tensor: StoredTensor, other: StoredTensor) -> bool:
     """Whether both have the same shape, dtype and bytes. Reads both, by pieces of a megabyte."""
     if (tensor.shape, tensor.dtype, tensor.num_bytes) != (other.shape, other.dtype, other.num_bytes):
@@ -103,20 +115,30 @@ def shards(folder: Path) -> Iterator[Path]:
         yield from sorted(folder.glob("*.safetensors"))
 
 
-# Names of a base's tensors: those of a model that was saved without its head, as for embeddings, lack a prefix.
+# Names of a base's tensors: those of a model that was saved without its head, as for embeddings, lack a prefix, and
+# those of the text model of one that takes pictures too have another one.
 
 T = TypeVar("T")
 
 HEAD: Final = "lm_head.weight"
 _PREFIX: Final = "model."  # of all but the head's, where there may be one
 _EMBEDDING: Final = "embed_tokens.weight"
+# Of a text model's tensors in the file of a model that takes pictures too, and what a text model has in their place.
+_WRAPPED: Final = (("language_model.model.", _PREFIX), ("language_model.", ""), ("model.language_model.", _PREFIX))
 
 
 def named_in_full(stored: Mapping[str, T]) -> dict[str, T]:
-    """The same by the names that the model has with a head."""
-    if _EMBEDDING not in stored:
-        return dict(stored)
-    return {name if name == HEAD else _PREFIX + name: value for name, value in stored.items()}
+    """The same by the names that a model of text alone has with a head."""
+    if _EMBEDDING in stored:
+        return {name if name == HEAD else _PREFIX + name: value for name, value in stored.items()}
+    return {_text_name(name): value for name, value in stored.items()}
+
+
+def _text_name(name: str) -> str:
+    for prefix, text_prefix in _WRAPPED:
+        if name.startswith(prefix):
+            return text_prefix + name.removeprefix(prefix)
+    return name
 
 
 def lacks_head(stored: Iterable[str]) -> bool:

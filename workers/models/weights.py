@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from .stored_tensor import check_float, has_other_head, lacks_head, named_in_full, shards, stored_tensors
+from .stored_tensor import (
+    check_float,
+    has_other_head,
+    lacks_head,
+    named_in_full,
+    rows_of_parts,
+    shards,
+    stored_tensors,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +45,22 @@ class WeightSource(Protocol):
     def has_other_head(self) -> bool:
         """Whether the model was saved with a head that is not its embedding. Reads both."""
 
-    def drop(self, suffix: str) -> None:
-        """Removes tensors whose names end with `suffix`, which the model computes by itself or shares."""
+    def drop(self, *, prefix: str = "", suffix: str = "") -> None:
+        """Removes tensors whose names begin and end so, which the model computes by itself, shares or does not use."""
+
+    def split(self, name: str, num_rows: Mapping[str, int]) -> None:
+        """Takes runs of a tensor's rows for tensors of their own, by name in their order. Raises ValueError if it is
+        missing or has another number of rows.
+        """
 
     def finish(self) -> None:
         """Raises ValueError if tensors are left that no part of the model took."""
+
+
+class _Place(NamedTuple):
+    file: safe_open
+    name: str
+    rows: tuple[int, int] | None
 
 
 Progress = Callable[[str, int, int], None]  # what, done, total
@@ -55,7 +74,8 @@ class Checkpoint:
     ) -> None:
         files = open_checkpoint(folder, "pt")
         self.has_head = not lacks_head(files)
-        self._where = named_in_full({name: (file, name) for name, file in files.items()})
+        # By name: the file, the tensor's name in it, and which of its rows; None: all.
+        self._where = named_in_full({name: _Place(file, name, None) for name, file in files.items()})
         self._folder, self._dtype, self._device, self._on_progress = folder, dtype, device, on_progress
         self._total = len(self._where)
 
@@ -73,10 +93,15 @@ class Checkpoint:
         location = self._where.pop(name, None)
         if location is None:
             raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
-        file, stored_name = location
-        stored = file.get_slice(stored_name)  # type: ignore[no-untyped-call]
-        if tuple(stored.get_shape()) != shape:
-            raise ValueError(f"tensor {name!r} has shape {tuple(stored.get_shape())}: config.json needs {shape}")
+        stored = location.file.get_slice(location.name)  # type: ignore[no-untyped-call]
+        stored_shape = tuple(stored.get_shape())
+        if location.rows is not None:
+            first, stop = location.rows
+            stored_shape = (stop - first, *stored_shape[1:])
+            start, end = rows or (0, stop - first)
+            rows = (first + start, first + end)
+        if stored_shape != shape:
+            raise ValueError(f"tensor {name!r} has shape {stored_shape}: config.json needs {shape}")
         check_float(name, stored.get_dtype())
         if columns is None:
             tensor: torch.Tensor = stored[slice(*rows)] if rows is not None else stored[:]
@@ -86,15 +111,25 @@ class Checkpoint:
             self._on_progress("loading weights", self._total - len(self._where), self._total)
         return tensor.to(self._device, self._dtype)
 
+    def split(self, name: str, num_rows: Mapping[str, int]) -> None:
+        """See `WeightSource.split`."""
+        location = self._where.pop(name, None)
+        if location is None:
+            raise ValueError(f"{self._folder} has no tensor {name!r}")
+        shape = location.file.get_slice(location.name).get_shape()  # type: ignore[no-untyped-call]
+        for part, rows in rows_of_parts(name, shape, num_rows).items():
+            self._where[part] = _Place(location.file, location.name, rows)
+        self._total += len(num_rows) - 1
+
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
     def has_other_head(self) -> bool:
         return has_other_head(self._folder)
 
-    def drop(self, suffix: str) -> None:
-        """Forgets tensors that the model computes by itself or shares."""
-        for name in [name for name in self._where if name.endswith(suffix)]:
+    def drop(self, *, prefix: str = "", suffix: str = "") -> None:
+        """Forgets tensors that the model computes by itself, shares or does not use."""
+        for name in [name for name in self._where if name.startswith(prefix) and name.endswith(suffix)]:
             del self._where[name]
 
     def finish(self) -> None:

@@ -345,6 +345,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     hidden_size: int = 0  # numbers of an embedding
     eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: dict[str, int | float] = {}  # the model's own, by the request's field
     max_num_sequences: int = 0  # that can run at once: no more than a step has tokens for
     max_tokens_per_step: int = 0
     is_fair: bool = False  # the tenant served least goes first, and frames say what each tenant was served

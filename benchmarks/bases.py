@@ -1,0 +1,54 @@
+"""Which of 36 families that tenants fine-tune are served: transformers' default config of each, read as a base's.
+
+A family counts if its config.json is accepted. Whether it is computed right is tested by tests/workers/test_exactness.py
+and test_text_towers.py.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+from motet.workers.models.config import ModelConfig
+
+FAMILIES = """
+    Llama Mistral Ministral3 Mistral3 Mistral4 Qwen2 Qwen3 Qwen3Moe Qwen3Next Qwen3_5Text Qwen3_5 Qwen3_5Moe Qwen3VL
+    Gemma2 Gemma3Text Gemma3 Gemma4Text Gemma4 GptOss Llama4 Phi3 Mixtral Granite GraniteMoeHybrid Olmo3 SmolLM3 Glm4
+    Glm4Moe DeepseekV3 NemotronH Cohere2 SeedOss Exaone4 Lfm2 FalconH1 MiniMaxM2
+""".split()
+
+
+def architecture_of(model_type: str) -> str:
+    """As published: the model that takes pictures too, where there is one."""
+    whole = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(model_type)
+    return str(whole or modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+
+
+def problem_of(family: str, folder: Path) -> str:
+    """Why it is refused; empty: it is served."""
+    config = getattr(transformers, f"{family}Config")()
+    config.architectures = [architecture_of(config.model_type)]
+    config.save_pretrained(folder)
+    try:
+        ModelConfig.from_folder(folder)
+    except ValueError as error:
+        return str(error).partition(": ")[0]
+    return ""
+
+
+def main() -> None:
+    num_served = 0
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            problem = problem_of(family, Path(folder))
+        num_served += not problem
+        print(f"{family:<18}{problem or 'served'}")
+    print(json.dumps({"families_served": num_served}))
+
+
+if __name__ == "__main__":
+    main()

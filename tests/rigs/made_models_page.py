@@ -1,0 +1,46 @@
+"""The table of docs/models.md, made of the families in workers/models/families.py.
+
+.venv/bin/python -m motet.tests.rigs.made_models_page docs/models.md
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Final
+
+from motet.workers.models.families import FAMILIES, WRAPPERS, Family
+
+_BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
+_COLUMNS: Final = ("`architectures`", "`model_type`", "served", "LoRA on")
+_LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def made_page(page: str) -> str:
+    """The page as it should be."""
+    rows = [
+        (architecture, family.model_type, "all", _lora(family))
+        for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0].lower())
+    ]
+    rows += [
+        (architecture, f"{wrapper.model_type}` of `{wrapper.text.model_type}", "its text model", _lora(wrapper.text))
+        for architecture, wrapper in sorted(WRAPPERS.items(), key=lambda item: item[0].lower())
+    ]
+    head = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
+    lines = [f"| `{architecture}` | `{kind}` | {served} | {lora} |" for architecture, kind, served, lora in rows]
+    table = "\n".join([*head, *lines])
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{table}\n{block[2]}", page)
+
+
+def _lora(family: Family) -> str:
+    if family.experts is not None:
+        return "q, k, v, o, and gate, up, down of each expert"
+    whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
+    names = dict.fromkeys(whole.get(name, name) for name in _LINEARS)
+    return ", ".join(name.removesuffix("_proj") for name in names)
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    path.write_text(made_page(path.read_text()))
