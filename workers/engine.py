@@ -142,9 +142,8 @@ class Engine:
                 self._end(sequence_id, self._scheduler.cancel_waiting(sequence_id), error)
             case Outdated(digest):
                 self._scheduler.memory.outdate(digest)
-                self._scheduler.host_updates.outdate(digest)
             case PinChanges(changes):
-                self._scheduler.host_updates.pin(changes)
+                self._scheduler.memory.pin(changes)
             case ServedElsewhere(totals):
                 self._scheduler.counters.charge_elsewhere(totals)
             case TokenInterval(setting):

@@ -17,8 +17,8 @@ from motet.workers.fairness import prompt_budget
 from motet.workers.fairness.prompt_budget import PromptBudget, PromptBursts, divide_prompt_tokens, prompt_seconds
 from motet.workers.fairness.tenant_counters import TenantCounter
 from motet.workers.scheduling.measured_costs import MeasuredStepCosts
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 
 _LEFT = st.lists(st.integers(1, 3000), max_size=12)
 _BUDGETS = st.integers(0, 600)

@@ -14,9 +14,9 @@ from ..fairness.prompt_budget import PrefixHere
 from ..memory.page_allocator import Item
 from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
+from ..window_pages import GangLimits, pages_for
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
 from .growing_sequence import GrowingSequence
-from .request_limits import GangLimits, pages_for
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 

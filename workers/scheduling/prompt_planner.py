@@ -16,16 +16,14 @@ from ..fairness.tenant_counters import (
     load_price,
     prompt_price,
 )
-from ..memory.adapter_cache import AdapterState
-from ..memory.paged_memory import PagedMemory
+from ..memory.paged_memory import AdapterState, PagedMemory
 from ..plan import INT32_BYTES
-from ..wire.messages import AdapterRef
+from ..window_pages import GangLimits, pages_for
 from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence, by_arrival
 from .prefetcher import Prefetcher
 from .prefix_reuse import FoundPrefix, HeldByOthers, PrefixReuse
-from .request_limits import GangLimits, pages_for
 from .running_sequences import PlannedChunk, RunningSequences, plan_chunk
 from .waiting_queue import WaitingQueue
 
@@ -54,7 +52,6 @@ class PromptPlanner:
         limits: GangLimits,
         counters: TenantCounters,
         latency_mode: LatencyMode,
-        pages_of_adapter: Callable[[AdapterRef], int],
         times: PageTimes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -67,7 +64,7 @@ class PromptPlanner:
         self._taking_over: list[GrowingSequence] = []  # wait for a page that a sequence of less standing computes
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
         self._waiting, self._running, self._limits = waiting, running, limits
-        self._pages_of_adapter, self._clock = pages_of_adapter, clock
+        self._clock = clock
 
     def plan_prompts(self, budget: PromptBudget, may_admit: bool, most_sequences: int) -> list[PlannedChunk]:
         """Plans chunks of at most so many running prompts, and of waiting sequences, which start now if `may_admit`.
@@ -310,8 +307,7 @@ class PromptPlanner:
 
     def charge_load(self, sequence: GrowingSequence) -> None:
         """The adapter that was loaded for the sequence is used, or was loaded for nothing."""
-        assert sequence.request.adapter is not None
-        price = load_price(self._pages_of_adapter(sequence.request.adapter), self._limits.block_size)
+        price = load_price(sequence.num_adapter_pages, self._limits.block_size)
         if not sequence.is_load_prepaid:
             self._counters.charge(sequence.counter, price)
         sequence.num_load_tokens, sequence.is_load_prepaid = price, False
@@ -341,9 +337,7 @@ class PromptPlanner:
                 continue
             if lacking is not None and _blocks(lacking, sequence):
                 older.reach(lacking)
-                ref = lacking.request.adapter
-                assert ref is not None
-                num_pages = self._pages_of_adapter(ref) + len(self._running)
+                num_pages = lacking.num_adapter_pages + len(self._running)
                 if not self._memory.has_room(num_pages, older.adapters):
                     self._is_blocked = True
                     return  # there is no room for its adapter yet, and newer sequences must not take it

@@ -19,23 +19,29 @@ from ..decoding.constraints import Constraints
 from ..fairness.page_times import PageTimes
 from ..fairness.prompt_budget import PromptBudget, PromptBursts, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
-from ..memory.adapter_cache import AdapterState
-from ..memory.host_adapter_cache import PendingHostUpdates
-from ..memory.paged_memory import PagedMemory
+from ..memory.paged_memory import AdapterState, PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, PoolPlan, SampledToken, StepPlan, StepResult
+from ..window_pages import GangLimits, pages_for
 from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
 from ..wire.page_keys import PageKey
 from .beam_searches import BeamGroup, BeamSearches
-from .decodes import DecodePlanner, finish_reason, max_length, not_finite, stop_ids
+from .decodes import DecodePlanner
 from .gang_load import StepCounts, gang_load, tenant_share
-from .growing_sequence import ARRIVAL_STEP, GrowingSequence
+from .growing_sequence import (
+    ARRIVAL_STEP,
+    GrowingSequence,
+    finish_reason,
+    max_length,
+    not_finite,
+    refusal,
+    stop_ids,
+)
 from .measured_costs import MeasuredCosts, MeasuredStepCosts
 from .page_reserve import PageReserve
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
 from .prompt_planner import LatencyMode, PromptPlanner
-from .request_limits import GangLimits, pages_for, refusal
 from .running_sequences import PlannedChunk, PlannedStep, RunningSequences
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
@@ -96,7 +102,7 @@ class Scheduler:
         self.counters = TenantCounters(limits.max_tokens_per_step, scheduling)
         self._constraints = constraints
         self._compiling: dict[int, GrowingSequence] = {}  # sequences whose grammars are being compiled
-        self._prefetcher = Prefetcher(self.memory, self._prefixes, pages_of_adapter, limits, self._waiting)
+        self._prefetcher = Prefetcher(self.memory, self._prefixes, limits, self._waiting)
         self._admission = PromptPlanner(
             self.memory,
             self._prefixes,
@@ -106,7 +112,6 @@ class Scheduler:
             limits,
             self.counters,
             self.latency_mode,
-            pages_of_adapter,
             self._times,
             clock,
         )
@@ -136,11 +141,12 @@ class Scheduler:
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._feeds_tokens = False  # plans begin before the tokens of those before them are known
         self._host_adapter_stats = HostAdapterStats()
-        self.host_updates = PendingHostUpdates()
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
-        num_adapter_pages = 0 if request.adapter is None else self._pages_of_adapter(request.adapter)
+        ref, num_adapter_pages = request.adapter, 0
+        if ref is not None:
+            num_adapter_pages = self._adapters.num_pages_of(ref.digest) or self._pages_of_adapter(ref)
         error = refusal(request, num_adapter_pages, self._limits)
         grammar, ignores_eos = request.sampling.grammar, request.sampling.ignore_eos
         if grammar and self._constraints is None:
@@ -289,7 +295,7 @@ class Scheduler:
         self._prefixes.bound_keys(True)
         moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
         full_copies = self._prefixes.take_full_copies()
-        outdated, pins = self.host_updates.take(computes=bool(decodes or beams or chunks))
+        outdated, pins = self.memory.take_host_updates(computes=bool(decodes or beams or chunks))
         penalised, ended_runs = tuple(self._running.penalised), self._running.take_removed()
         return StepPlan(
             step, parts, residences, loads, moves, copies, outdated, penalised, pins, ended_runs, full_copies
@@ -332,7 +338,7 @@ class Scheduler:
         """Forgets a plan that is not executed, because it is empty."""
         self._counts.num_steps -= 1
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
-        self.host_updates.put_back(plan)
+        self.memory.put_back_host_updates(plan)
         self._running.removed.extend(plan.ended_runs)
         del self._uncommitted[plan.step]
 
