@@ -38,15 +38,11 @@ class PlanAhead:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._plan: StepPlan | None = None
-
-    @property
-    def has_plan(self) -> bool:
-        return self._plan is not None
+        self.plan: StepPlan | None = None
 
     def make(self) -> None:
-        assert self._plan is None
-        self._plan = self._scheduler.schedule()
+        assert self.plan is None
+        self.plan = self._scheduler.schedule()
 
     def settle(self, result: StepResult | None) -> StepPlan | None:
         """Completes the plan with the result of the one before it, which is committed afterwards.
@@ -54,17 +50,17 @@ class PlanAhead:
         None: there is no result yet, and the device feeds its tokens to the plan. Returns the plan to execute now;
         None: none was made, or it is empty.
         """
-        if self._plan is not None:
-            plan = self._scheduler.settle(self._plan, result)
+        if self.plan is not None:
+            plan = self._scheduler.settle(self.plan, result)
             has_anything = bool(plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
             if not has_anything:
                 self._scheduler.drop(plan)
-            self._plan = plan if has_anything else None
-        return self._plan
+            self.plan = plan if has_anything else None
+        return self.plan
 
     def take(self) -> StepPlan | None:
         """The plan, which is settled and being executed; None: there is none."""
-        plan, self._plan = self._plan, None
+        plan, self.plan = self.plan, None
         return plan
 
 
@@ -166,14 +162,14 @@ class Engine:
         return self._scheduler.take_shares(max_tenants)
 
     def has_work(self) -> bool:
-        return bool(self._ended) or self._ahead.has_plan or self._scheduler.has_work()
+        return bool(self._ended or self._ahead.plan) or self._scheduler.has_work()
 
     def spare_s(self) -> float:
         """For how long the next plan can still wait, so that requests that arrive meanwhile are in it.
 
         0 unless the scheduler is in latency mode: a busy CPU wakes a thread late, which costs a little.
         """
-        return self._pacing.spare_s if self._ahead.has_plan and self._scheduler.latency_mode.is_on else 0.0
+        return self._pacing.spare_s if self._ahead.plan and self._scheduler.latency_mode.is_on else 0.0
 
     def step(self) -> list[SequenceUpdate]:
         """One iteration: schedule → execute → commit. Returns the updates for the sequences' owners.

@@ -17,7 +17,7 @@ def test_its_tokens_are_those_that_the_plan_before_chooses() -> None:
     s.add(request(1, num_prompt=3, max_tokens=4), 0)
     plan = s.schedule()
     ahead.make()
-    assert ahead.has_plan
+    assert ahead.plan is not None
     result = worker.execute(plan)
     token = result.tokens[1]
     assert token is not None
@@ -27,7 +27,7 @@ def test_its_tokens_are_those_that_the_plan_before_chooses() -> None:
     s.commit(plan, result)
     assert ahead.take() is settled
     assert ahead.take() is None
-    assert not ahead.has_plan
+    assert ahead.plan is None
     s.commit(settled, worker.execute(settled))
     s.check_integrity()
 

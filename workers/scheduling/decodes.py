@@ -62,7 +62,10 @@ class DecodePlanner:
             self._join_beams()
         if self._limits.window is not None:
             self._grow_prompts()
-        for sequence in self._decoding():
+        decoding = self._running.decoding[:]  # oldest first; if a step cannot hold all, the least served tenants' first
+        if len(decoding) > self._limits.max_tokens_per_step:
+            decoding.sort(key=lambda each: (each.counter.is_background, each.counter.value, each.arrival))
+        for sequence in decoding:
             if sequence.beams is not None and not sequence.num_unplanned:
                 continue  # it waits for the others of its search
             position = sequence.num_computed + sequence.num_planned  # of its newest token, which may not be known yet
@@ -262,17 +265,10 @@ class DecodePlanner:
                 return False
         return True
 
-    def _decoding(self) -> list[GrowingSequence]:
-        """Decoding sequences, oldest first; if a step cannot hold all, the least served tenants' first."""
-        decoding = self._running.decoding[:]
-        if len(decoding) > self._limits.max_tokens_per_step:
-            decoding.sort(key=lambda each: (each.counter.is_background, each.counter.value, each.arrival))
-        return decoding
-
     def _charge_tokens(self, sequences: list[GrowingSequence]) -> None:
         """Charges a token for each sequence."""
         if len(self._running.by_tenant) == 1 and sequences:
             self._counters.charge(sequences[0].counter, OUTPUT_TOKEN * len(sequences))
-        else:
+        elif sequences:
             for counter, number in Counter([sequence.counter for sequence in sequences]).items():
                 self._counters.charge(counter, OUTPUT_TOKEN * number)

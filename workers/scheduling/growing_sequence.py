@@ -173,8 +173,6 @@ class GrowingSequence:
 
     def take_prepaid(self, start: int, end: int) -> int:
         """Tokens at the positions from `start` to `end` are computed: how many of them are paid for already."""
-        if not self.prepaid:
-            return 0
         num_tokens = max(0, min(end, self.prepaid.stop) - max(start, self.prepaid.start))
         self.prepaid = range(max(end, self.prepaid.start), self.prepaid.stop)
         return num_tokens

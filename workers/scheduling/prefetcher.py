@@ -11,6 +11,7 @@ from ..plan import AdapterLoad
 from ..window_pages import GangLimits, pages_for
 from .growing_sequence import GrowingSequence
 from .prefix_reuse import HeldByOthers, PrefixReuse
+from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
 # Which adapters and pages of KV are loaded for sequences that still wait: a pure policy.
@@ -90,11 +91,12 @@ class Prefetcher:
         self,
         memory: PagedMemory,
         prefixes: PrefixReuse,
+        tiers: TierTraffic,
         limits: GangLimits,
         waiting: WaitingQueue,
     ) -> None:
         """`waiting` is notified when an adapter's load starts for one of its sequences."""
-        self._memory, self._prefixes, self._waiting = memory, prefixes, waiting
+        self._memory, self._prefixes, self._tiers, self._waiting = memory, prefixes, tiers, waiting
         self._limits = limits
 
     def begin(self, waiting: list[GrowingSequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
@@ -106,7 +108,7 @@ class Prefetcher:
         """
         loads = self.free_loads if num_lacking else FreeLoads(0, 0)
         may_load = loads.from_store > 0 or (loads.from_host > 0 and self._memory.hosted)
-        if not may_load and not self._prefixes.can_come_ahead:
+        if not may_load and not self._tiers.can_bring():
             return
         if loaded_for := self._waiting.loaded_for():
             waiting = sorted(dict.fromkeys([*loaded_for, *waiting]), key=lambda each: each.counter.is_background)

@@ -85,10 +85,12 @@ class PromptPlanner:
                 s: s.num_uncomputed - s.num_found for s in candidates
             }
             credit = self._counters.slack
+            if not num_left:
+                break
             if prompts and self._lack_room(candidates):
                 credit = self._counters.burst - self._counters.slack  # clearly less than a newcomer's head start
             granted = self._divide_in_time(num_left, budget, throttled_budget, credit)
-            started = list(self.start(s for s in candidates if granted[s]))
+            started = list(self.start(s for s in candidates if granted[s])) if candidates else []
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_that_fit(block_size), granted[sequence])
                 budget.take(sequence.next_position, num_tokens[sequence])
@@ -127,10 +129,11 @@ class PromptPlanner:
         for pays for what they lose, and is clearly behind only if it could pay for all pages that it lacks.
         """
         running, waiting, counters = self._running, self._waiting, self._running.by_tenant
-        self._take_over(preempt)
-        if waiting.is_of(counters) or not waiting.num_ready:
-            return len(self._preempted)
+        if self._taking_over:
+            self._take_over(preempt)
         if running.num_places < self._limits.max_num_sequences and not self._lacked_room:
+            return len(self._preempted)
+        if waiting.is_of(counters) or not waiting.num_ready:
             return len(self._preempted)
         self._lacked_room = False
         num_free_seats, num_pages = self._limits.max_num_sequences - running.num_places, 0
@@ -187,7 +190,7 @@ class PromptPlanner:
         if not self._memory.has_room(1 + self._running.reserve.min_pages, frozenset()):
             self._lacked_room = True
             return sequences
-        if self._counters.is_fair:
+        if self._counters.is_fair and self._waiting.num_ready > 1:
             self._waiting.promote(max_candidates, self._prefixes.prefix_here)
         self._held_by_others = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
@@ -295,7 +298,7 @@ class PromptPlanner:
             num_begun = max([sequence.num_to_lose for sequence in by_tenant[counter]])
             return counter.is_background, counter.value - min(prompt_price(num_begun), credit) / counter.weight
 
-        for counter in sorted(by_tenant, key=order):
+        for counter in sorted(by_tenant, key=order) if len(by_tenant) > 1 else by_tenant:
             sequences = by_tenant[counter]
             is_throttled = self._latency_mode.throttles(counter)
             max_tokens = min(budget, throttled_budget) if is_throttled else budget
@@ -314,7 +317,7 @@ class PromptPlanner:
 
     def _charge(self, chunk: PlannedChunk) -> None:
         start, num_tokens = chunk.part.start, len(chunk.part.token_ids)
-        num_paid = chunk.sequence.take_prepaid(start, start + num_tokens)
+        num_paid = chunk.sequence.take_prepaid(start, start + num_tokens) if chunk.sequence.prepaid else 0
         price = prompt_price(num_tokens - num_paid) + (OUTPUT_TOKEN if chunk.part.sample is not None else 0.0)
         if chunk.part.scores is not None:
             price += SCORED_TOKEN * (len(chunk.part.scores.targets) // INT32_BYTES)
@@ -422,6 +425,8 @@ class LatencyMode:
     def observe(self, sequence: GrowingSequence) -> None:
         """The sequence has arrived, and has joined its tenant's counter."""
         counter = sequence.counter
+        if not self._running.by_tenant:
+            return
         if counter.num_sequences == 1 and self._running.last_ahead_of(_order(counter), counter.slack) is not None:
             self._since_step, self._newcomer = self._counts.num_steps, counter
 
