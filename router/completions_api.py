@@ -28,9 +28,8 @@ from .answer_kinds import (
 )
 from .anthropic import message_schema
 from .anthropic.message_schema import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
-from .base_model import BaseModel
 from .batches.line_authenticator import is_line
-from .batches.line_call import room_of
+from .batches.line_call import LINE_ROOM, ReservedRoom
 from .batches.stored_responses import StoredResponses
 from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import max_body_bytes, refuse_unsupported
@@ -79,7 +78,7 @@ from .responses.response_schema import Response, ResponseChat, ResponsesRequest,
 from .tenancy.account import Accounts, AnswerRequest
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
-from .versions.version_choice import VersionChoice, choose_version, on_adapter, version_header
+from .versions.version_choice import BaseModel, VersionChoice, choose_version, on_adapter, version_header
 
 # The id of an answer: a new one, or that of the answer whose stream the client resumes.
 
@@ -308,8 +307,8 @@ class CompletionsApi:
                 await self._base.adapter(identity, request.model)
                 record.model = request.model
                 self._check(request, _TOKEN_COUNT)
-                await self._base.wait_for_first_gang()
-                prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), self._base.gang(), "")
+                gang = await self._base.gang()
+                prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), gang, "")
                 self._leave_out(record, request, prompts, _TOKEN_COUNT)
         except ApiError as error:
             raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
@@ -336,9 +335,8 @@ class CompletionsApi:
             choice = choose_version(await self._base.adapter(identity, request.model), request, identity)
             record.model = request.model
             self._check(request, kind)
-            await self._base.wait_for_first_gang()
             template = "" if choice.version is None else choice.version.response_template
-            gang, text = self._base.gang(), self._text.of(identity.name)
+            gang, text = await self._base.gang(), self._text.of(identity.name)
             prompts = await kind.tokenize(request, text, gang, template)
             self._leave_out(record, request, prompts, kind)
             response_grammar = prompts.grammar
@@ -363,7 +361,7 @@ class CompletionsApi:
             generation = replace(generation, key=head.id, num_seen=num_seen)
         if isinstance(request, ResponseChat) and request.terms.store and self._responses is not None:
             await self._responses.check(identity, len(request.items))
-        room = room_of(http.scope)
+        room: ReservedRoom | None = http.scope.get(LINE_ROOM)  # of a batch's line
         if room is not None:
             num_repeated = int(http.headers["content-length"])  # responses show fields of their requests
             await room.reserve(num_repeated + max_answer_bytes(generation, gang.max_model_len, gang.hidden_size))
@@ -518,8 +516,9 @@ def _generation(
         keep_logprobs=prompts[0].sampling.num_logprobs is not None,
         beams=beam_rules(request, prompts, gang),
         request_id=request_id,
-        # A tenant shares no KV with a deleted one of the same name, whatever salt either of them gives.
-        cache_salt=f"{identity.tenant.incarnation}:{request.cache_salt or ''}",
+        # A tenant shares no KV with a deleted one of the same name, whatever salt either of them gives. Its own number
+        # is that of its predecessors: it is not ending, or its request would not be here.
+        cache_salt=f"{identity.tenant.num_ended}:{request.cache_salt or ''}",
         timeout_s=request.timeout,
         weight=identity.tenant.weight,
         priority=request.priority or 0,

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...router.http.request_id import ID_PATTERN, REQUEST_ID_HEADER
+from ...router.http.access_log import ID_PATTERN, REQUEST_ID_HEADER
 from .edge_limits import EdgeLimits
 from .error_answers import HAPROXYS, refusal_lines, refusal_table_lines, rewritten_error_lines
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import ASGIApp, Message, Scope
 
 from ...adapters.registry.batches.records import BatchRecord
-from ..http.request_id import REQUEST_ID_HEADER
+from ..http.access_log import REQUEST_ID_HEADER
 from .batch_input import Line
 from .batch_results import LineError, Response, Result
 from .line_authenticator import scope_of
@@ -25,7 +25,7 @@ from .line_authenticator import scope_of
 
 TOTAL_BYTES: Final = 64 << 20  # of all lines of a router, as text that is sent; in memory about twice as much
 MAX_LINE_BYTES: Final = TOTAL_BYTES // 2  # of one answer: a longer one fails
-_ROOM: Final = "motet.line_room"  # in a line's scope, which no client makes
+LINE_ROOM: Final = "motet.line_room"  # a `ReservedRoom` in a line's scope, which no client makes
 
 
 class LineRoom:
@@ -96,17 +96,6 @@ class ReservedRoom:
             self._room.give_back(self._tenant, num_bytes)
 
 
-def with_room(room: ReservedRoom) -> Scope:
-    """What a line's scope has for `room_of`."""
-    return {_ROOM: room}
-
-
-def room_of(scope: Scope) -> ReservedRoom | None:
-    """The room of a batch's line; None: the request is none."""
-    room: ReservedRoom | None = scope.get(_ROOM)
-    return room
-
-
 _TRANSIENT: Final = frozenset({429, 502, 503, 504})  # the same line may be answered later
 _log = logging.getLogger(__name__)
 
@@ -152,7 +141,7 @@ class LineCaller:
             "client": None,
             "server": None,
             **scope_of(batch),
-            **with_room(room),
+            LINE_ROOM: room,
         }
         answer = _Answer(bytes(line.body))
         try:
