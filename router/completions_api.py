@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -68,6 +68,7 @@ from .openai.sampling_params import (
     check_length,
     check_num_scores,
     check_prompt_scoring,
+    num_prompt_logprobs,
     sampling_params,
     stop_strings,
     token_rules,
@@ -81,18 +82,6 @@ from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import BaseModel, VersionChoice, choose_version, on_adapter, version_header
 
 # The id of an answer: a new one, or that of the answer whose stream the client resumes.
-
-
-def requested_position(
-    http: Request, *, is_stream: bool | None, tenant: str, keys: Sequence[bytes]
-) -> StreamPosition | None:
-    """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
-    event_id = http.headers.get(LAST_EVENT_ID)
-    if not event_id:
-        return None
-    if not is_stream:
-        raise wrong_position("it is only allowed with stream: true.")
-    return parse_position(event_id, tenant, keys)
 
 
 async def answer_id(
@@ -301,7 +290,8 @@ class CompletionsApi:
     async def count_tokens(self, http: Request, identity: Identity) -> message_schema.TokenCount:
         """As `/v1/messages` would compute them. It takes the same fields, and needs no `max_tokens`."""
         record = record_of(http.scope)
-        record.headers = self._accounts.precheck(identity, False)
+        if self._accounts.precheck is not None:
+            record.headers = self._accounts.precheck(identity, False)
         try:
             async with self._open_body(http, identity, _TOKEN_COUNT) as request:
                 await self._base.adapter(identity, request.model)
@@ -325,13 +315,16 @@ class CompletionsApi:
         """Each step raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
-        record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
+        if self._accounts.precheck is not None:
+            record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:
-            if not kind.is_resumable and http.headers.get(LAST_EVENT_ID):
-                raise wrong_position("these streams cannot be resumed: send the request again without it.")
-            position = requested_position(
-                http, is_stream=request.stream, tenant=identity.name, keys=self._view.stream_keys
-            )
+            position = None  # from which the client resumes a stream
+            if event_id := http.headers.get(LAST_EVENT_ID):
+                if not kind.is_resumable:
+                    raise wrong_position("these streams cannot be resumed: send the request again without it.")
+                if not request.stream:
+                    raise wrong_position("it is only allowed with stream: true.")
+                position = parse_position(event_id, identity.name, self._view.stream_keys)
             choice = choose_version(await self._base.adapter(identity, request.model), request, identity)
             record.model = request.model
             self._check(request, kind)
@@ -429,7 +422,8 @@ class CompletionsApi:
             raise invalid_value("stream_options", "it is only allowed with stream: true.")
         kind.check(request)
         check_beams(request)
-        check_prompt_scoring(request)
+        if num_prompt_logprobs(request) is not None:
+            check_prompt_scoring(request)
         limit = self._config.now.max_sequences_per_request
         limit = max(limit, kind.max_prompts(limit))
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
@@ -478,14 +472,15 @@ def _generation(
     request_id: str,
 ) -> GenerationRequest:
     """What to generate, with the base as model. Raises a 400 for prompts that are too long."""
-    num_logprobs = kind.num_logprobs(request)
+    num_scores = num_prompt_logprobs(request)
 
     @cache  # the only difference between prompts of a request, which may be thousands
     def sampling(max_tokens: int | None) -> SamplingParams:
         return sampling_params(
             request,
             max_tokens=max_tokens,
-            num_logprobs=num_logprobs,
+            num_logprobs=tokens.num_logprobs,
+            num_prompt_logprobs=num_scores,
             vocab_size=gang.vocab_size,
             rules=rules,
             grammar=grammar,
@@ -494,10 +489,13 @@ def _generation(
 
     prompts = []
     for token_ids in tokens.token_lists:
-        max_tokens = kind.max_tokens(request, gang.max_model_len - len(token_ids))
+        max_tokens = tokens.max_tokens
+        if max_tokens is None and kind.default_tokens is not None:
+            max_tokens = max(min(kind.default_tokens, gang.max_model_len - len(token_ids)), 1)
         check_length(len(token_ids), max_tokens, gang, prompt_param=kind.prompt_param)
         prompts.append(Prompt(token_ids, sampling(max_tokens)))
-    check_num_scores(request, tokens.token_lists)
+    if num_scores is not None:
+        check_num_scores(request, num_scores, tokens.token_lists)
     generation = GenerationRequest(
         prompts=prompts,
         n=request.n or 1,
@@ -514,7 +512,7 @@ def _generation(
         ),
         keep_token_ids=bool(request.return_token_ids),
         keep_logprobs=prompts[0].sampling.num_logprobs is not None,
-        beams=beam_rules(request, prompts, gang),
+        beams=beam_rules(request, prompts, gang) if request.use_beam_search else (),
         request_id=request_id,
         # A tenant shares no KV with a deleted one of the same name, whatever salt either of them gives. Its own number
         # is that of its predecessors: it is not ending, or its request would not be here.

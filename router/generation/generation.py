@@ -107,7 +107,8 @@ class Generation:
         None: with no other.
         """
         self.request = request
-        self._turns = (turns or LoopTurns()).of(request.tenant, request.weight)
+        self._loop = turns or LoopTurns()
+        self._turns = self._loop.of(request.tenant, request.weight)
         self.choices = [_choice(request, prompt, text) for prompt in request.prompts for _ in range(request.n)]
         self._dispatcher = dispatcher
         self._text = text
@@ -139,8 +140,8 @@ class Generation:
             for number, part in enumerate(portions(whole)):
                 if number:
                     await asyncio.sleep(0)
-                if not self._turns.begin():
-                    await self._turns.wait()
+                if not self._loop.begin(self._turns):
+                    await self._loop.wait(self._turns)
                 if choice.finish_reason is not None:
                     break  # after a stop string
                 if part.prompt_scores is not None:
@@ -161,9 +162,9 @@ class Generation:
         raise SequenceFailedError(_LOST)
 
     async def take_turn(self) -> None:
-        """Waits until a piece of work for the answer may hold the event loop: see `TenantTurns`."""
-        if not self._turns.begin():
-            await self._turns.wait()
+        """Waits until a piece of work for the answer may hold the event loop: see `LoopTurns`."""
+        if not self._loop.begin(self._turns):
+            await self._loop.wait(self._turns)
 
     def _take(self, index: int, update: SequenceUpdate) -> Delta:
         """What the update lets the client see."""
@@ -253,6 +254,9 @@ class Generation:
             )
             for prompt, counts in zip(self.request.prompts, of_prompts, strict=False)
         )
+        by_attempt: defaultdict[int, int] = defaultdict(int, {} if self._attempt else {0: 0})
+        for usage in usages:
+            by_attempt[usage.attempt if self._attempt else 0] += usage.num_computed_tokens
         return Progress(
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_prompt_tokens - total.num_computed_prompt_tokens,
@@ -260,16 +264,8 @@ class Generation:
             num_recomputed_tokens=total.num_recomputed_tokens,
             kv_page_ms=round(1000 * total.kv_page_s),
             adapter_page_ms=round(1000 * total.adapter_page_s),
-            computed_tokens=self._computed_tokens(usages),
+            computed_tokens=(*sorted(by_attempt.items()),),
         )
-
-    def _computed_tokens(self, usages: Sequence[SequenceUsage]) -> tuple[tuple[int, int], ...]:
-        if not self._attempt:
-            return ((0, sum([usage.num_computed_tokens for usage in usages])),)
-        by_attempt: defaultdict[int, int] = defaultdict(int)
-        for usage in usages:
-            by_attempt[usage.attempt] += usage.num_computed_tokens
-        return (*sorted(by_attempt.items()),)
 
     def _sequence_usage(self, index: int) -> SequenceUsage:
         """As its gang has reported, and as if it had held the same pages from then up to its last token."""
@@ -306,16 +302,14 @@ class Generation:
     def _mean_logprob(self, index: int) -> float:
         return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)
 
-    @property
-    def _num_at_once(self) -> int:
-        """Sequences that are submitted, and have not ended."""
-        return len(self._streams) - (len(self.choices) - self._num_unfinished)
-
     async def _submit(self) -> None:
         """As many as may be at gangs now."""
         request, share = self.request, LoopShare()
         max_at_once = len(self.choices) if request.most_at_once is None else request.most_at_once
-        while self._num_sent_prompts < len(request.prompts) and self._num_at_once < max_at_once:
+        while self._num_sent_prompts < len(request.prompts):
+            num_finished = len(self.choices) - self._num_unfinished
+            if len(self._streams) - num_finished >= max_at_once:
+                break
             position, prompt = self._num_sent_prompts, request.prompts[self._num_sent_prompts]
             self._num_sent_prompts += 1
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
@@ -346,7 +340,7 @@ class Generation:
                 await share.pause()
                 continue
             for number in range(request.n):
-                sampling = _seeded(prompt.sampling, number)
+                sampling = _seeded(prompt.sampling, number) if number else prompt.sampling
                 if number and sampling.num_prompt_logprobs is not None:  # the first one's are the others', too
                     sampling = replace(sampling, num_prompt_logprobs=None)
                 has_delivered = self._num_seen[len(self._streams)] > 0
@@ -457,7 +451,7 @@ async def _pump(stream: SequenceStream, index: int, queue: asyncio.Queue[tuple[i
 
 def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
     """The sampling of the index-th sequence of a prompt: its seed is the request's plus `index`, modulo 2**64."""
-    if sampling.seed is None or index == 0:
+    if sampling.seed is None:
         return sampling
     half = _NUM_SEEDS // 2
     return replace(sampling, seed=(sampling.seed + index + half) % _NUM_SEEDS - half)
