@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -79,7 +79,7 @@ from .responses.response_schema import Response, ResponseChat, ResponsesRequest,
 from .tenancy.account import Accounts, AnswerRequest
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
-from .versions.version_choice import BaseModel, VersionChoice, choose_version, on_adapter, version_header
+from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter
 
 # The id of an answer: a new one, or that of the answer whose stream the client resumes.
 
@@ -352,8 +352,10 @@ class CompletionsApi:
         if style is not None and kind.is_resumable:
             num_seen = () if position is None else position.num_tokens
             generation = replace(generation, key=head.id, num_seen=num_seen)
+        responses = None  # that keep the answer
         if isinstance(request, ResponseChat) and request.terms.store and self._responses is not None:
-            await self._responses.check(identity, len(request.items))
+            responses = self._responses
+            await responses.check(identity, len(request.items))
         room: ReservedRoom | None = http.scope.get(LINE_ROOM)  # of a batch's line
         if room is not None:
             num_repeated = int(http.headers["content-length"])  # responses show fields of their requests
@@ -386,11 +388,12 @@ class CompletionsApi:
             form,
             self._metrics,
             account,
-            self._keeper(identity, request, head, form),
+            None if responses is None else partial(_keep, responses, identity, request, head, form),
             None if room is None else room.max_answer_bytes,
         )
         if choice.version is not None:
-            response.raw_headers.append(version_header(choice.version))
+            name = f"{choice.version.name}@{choice.version.version}"
+            response.raw_headers.append((VERSION_HEADER, name.encode()))
         return response
 
     def _open_body(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> AbstractAsyncContextManager[R]:
@@ -404,16 +407,6 @@ class CompletionsApi:
         if kind.schema is ResponseChat and responses is not None and responses.is_on and not is_line(http.scope):
             recall = partial(responses.recall, identity)
         return self._bodies.open(http, identity.name, kind.schema, max_bytes=max_bytes, context=context, recall=recall)
-
-    def _keeper(
-        self, identity: Identity, request: GenerationFields, head: AnswerHead, form: AnswerForm
-    ) -> Callable[[Usage], Awaitable[None]] | None:
-        """What stores the answer; None: it is not to be stored."""
-        responses = self._responses
-        if responses is None or not (isinstance(request, ResponseChat) and request.terms.store):
-            return None
-        assert isinstance(form, ResponseForm)
-        return lambda usage: responses.add(identity, head.id, request.items, form.final(usage))
 
     def _check(self, request: R, kind: AnswerKind[R]) -> None:
         """Raises a 400 for fields that are not supported, that contradict each other, or that ask for too much."""
@@ -459,6 +452,19 @@ class CompletionsApi:
             options is not None and include_usage and bool(options.continuous_usage_stats),
             position,
         )
+
+
+async def _keep(
+    responses: StoredResponses,
+    identity: Identity,
+    request: GenerationFields,
+    head: AnswerHead,
+    form: AnswerForm,
+    usage: Usage,
+) -> None:
+    """Stores an answer of `/v1/responses`."""
+    assert isinstance(request, ResponseChat) and isinstance(form, ResponseForm)
+    await responses.add(identity, head.id, request.items, form.final(usage))
 
 
 def _generation(

@@ -153,9 +153,11 @@ class TokenizeApi:
             elif request.messages:
                 raise invalid_value("prompt", "it cannot be combined with messages.")
             else:
-                limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
-                if limit is None:
+                limit = None
+                if request.truncate_prompt_tokens is None:
                     check_text(request.prompt, text, gang, "prompt")
+                else:
+                    limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
                 add_special_tokens = request.add_special_tokens is not False
                 token_ids = await text.encode(request.prompt, add_special_tokens=add_special_tokens, limit=limit)
         answer = bytearray(_encode({"count": len(token_ids), "max_model_len": gang.max_model_len})[:-1])

@@ -26,44 +26,6 @@ from .wire.messages import (
     Submit,
 )
 
-# The plan that follows the running one, so that workers need not wait for the leader between two steps.
-
-
-class PlanAhead:
-    """One plan at most: made while the plan before it is executed, settled with that one's result, and taken.
-
-    When it is made, the tokens of the plan before it are not known, nor which sequences they end. The idea is
-    NanoFlow's (arXiv 2408.12757).
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.plan: StepPlan | None = None
-
-    def make(self) -> None:
-        assert self.plan is None
-        self.plan = self._scheduler.schedule()
-
-    def settle(self, result: StepResult | None) -> StepPlan | None:
-        """Completes the plan with the result of the one before it, which is committed afterwards.
-
-        None: there is no result yet, and the device feeds its tokens to the plan. Returns the plan to execute now;
-        None: none was made, or it is empty.
-        """
-        if self.plan is not None:
-            plan = self._scheduler.settle(self.plan, result)
-            has_anything = bool(plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
-            if not has_anything:
-                self._scheduler.drop(plan)
-            self.plan = plan if has_anything else None
-        return self.plan
-
-    def take(self) -> StepPlan | None:
-        """The plan, which is settled and being executed; None: there is none."""
-        plan, self.plan = self.plan, None
-        return plan
-
-
 # How late in a step the next plan can be made, learnt from how steps went.
 
 _LATE = 0.1  # a plan should be ready this part of the expected time before the running step ends
@@ -120,7 +82,10 @@ class Engine:
         """`overlaps`: the next plan is made while a step runs."""
         self._scheduler, self.executor, self.info = scheduler, executor, info
         self._overlaps = overlaps
-        self._ahead = PlanAhead(scheduler)
+        # The plan that follows the running one, so that workers need not wait for the leader between two steps. It is
+        # made while that one is executed (NanoFlow's idea, arXiv 2408.12757), when neither its tokens are known,
+        # nor which sequences they end.
+        self._ahead: StepPlan | None = None
         self._pacing = StepPacing(clock)
         self._ended: list[SequenceUpdate] = []  # last updates of sequences that ended between two steps
         self.waits = False  # the last step found nothing to compute: its sequences wait for copies under way
@@ -162,14 +127,14 @@ class Engine:
         return self._scheduler.take_shares(max_tenants)
 
     def has_work(self) -> bool:
-        return bool(self._ended or self._ahead.plan) or self._scheduler.has_work()
+        return bool(self._ended or self._ahead) or self._scheduler.has_work()
 
     def spare_s(self) -> float:
         """For how long the next plan can still wait, so that requests that arrive meanwhile are in it.
 
         0 unless the scheduler is in latency mode: a busy CPU wakes a thread late, which costs a little.
         """
-        return self._pacing.spare_s if self._ahead.plan and self._scheduler.latency_mode.is_on else 0.0
+        return self._pacing.spare_s if self._ahead and self._scheduler.latency_mode.is_on else 0.0
 
     def step(self) -> list[SequenceUpdate]:
         """One iteration: schedule → execute → commit. Returns the updates for the sequences' owners.
@@ -179,20 +144,33 @@ class Engine:
         step, that begins before the tokens are known, so the device never waits for the host.
         """
         ended, self._ended = [*self._ended, *self._scheduler.take_grammars()], []
-        plan_made_ahead = self._ahead.take()
+        plan_made_ahead, self._ahead = self._ahead, None
         plan = plan_made_ahead or self._begin(self._scheduler.schedule())
         if self._overlaps and plan.sequences:
-            self._ahead.make()
+            self._ahead = self._scheduler.schedule()
         feeds = self.executor.feeds_tokens
-        if feeds and (following := self._ahead.settle(None)) is not None:
-            self._begin(following)
+        if feeds and self._ahead is not None:
+            self._settle(self._ahead, None)
         result = self._finish(plan)
-        if not feeds and (following := self._ahead.settle(result)) is not None:
-            self._begin(following)
+        if not feeds and self._ahead is not None:
+            self._settle(self._ahead, result)
         # A plan made ahead could not use what the step before it freed: another plan may find more to do.
         found_something = bool(plan.sequences or result.loaded or result.failed or result.moved)
         self.waits = plan_made_ahead is None and not found_something and not self._scheduler.is_clearing
         return ended + self._scheduler.commit(plan, result)
+
+    def _settle(self, plan: StepPlan, result: StepResult | None) -> None:
+        """Completes and begins the plan that was made ahead, or drops it if it is empty.
+
+        `result`: of the plan before it, which is committed afterwards. None: there is none yet, and the device feeds
+        the tokens to this one.
+        """
+        plan = self._scheduler.settle(plan, result)
+        if plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies:
+            self._ahead = self._begin(plan)
+        else:
+            self._scheduler.drop(plan)
+            self._ahead = None
 
     def _begin(self, plan: StepPlan) -> StepPlan:
         self._pacing.begin(self._scheduler.expected_s(plan))

@@ -167,12 +167,23 @@ class Generation:
             await self._loop.wait(self._turns)
 
     def _take(self, index: int, update: SequenceUpdate) -> Delta:
-        """What the update lets the client see."""
+        """What the update lets the client see; its tokens and their times are counted."""
         num_tokens = self.choices[index].num_tokens
         delta = self._fold(index, update)
         if update.embedding is not None:
             delta = delta._replace(embedding=update.embedding)
-        self._observe(index, self.choices[index].num_tokens - num_tokens, update.computing_s, is_first=num_tokens == 0)
+        now, metrics, is_first = time.perf_counter(), self._metrics, num_tokens == 0
+        elapsed_s = now - self._updated_at[index]
+        if is_first:
+            metrics.first_token_s.observe(elapsed_s)
+            if self.first_token_at is None:
+                self.first_token_at = now
+            if update.computing_s is not None:
+                metrics.queue_wait_s.observe(max(0.0, elapsed_s - update.computing_s))  # two machines' clocks
+        else:
+            metrics.inter_token_s.observe(elapsed_s)
+        self._updated_at[index] = metrics.last_token_at = now
+        metrics.num_completion_tokens += self.choices[index].num_tokens - num_tokens
         return delta
 
     def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
@@ -245,7 +256,7 @@ class Generation:
         of_prompts = (
             usages if n == 1 else [total_usage(usages[start : start + n]) for start in range(0, len(usages), n)]
         )
-        total = total_usage(usages)
+        total = usages[0] if len(usages) == 1 else total_usage(usages)
         # Tokens that were found in the cache count once for a prompt, however many sequences share it.
         num_prompt_tokens = sum(
             max(
@@ -271,7 +282,7 @@ class Generation:
         """As its gang has reported, and as if it had held the same pages from then up to its last token."""
         stream = self._streams[index]
         held_s = 0.0 if stream.usage_at is None else max(0.0, self._updated_at[index] - stream.usage_at)
-        return stream.usage.after(held_s)
+        return stream.usage.after(held_s) if held_s else stream.usage
 
     @property
     def is_reported(self) -> bool:
@@ -384,19 +395,6 @@ class Generation:
         """Puts updates of streams into the queue that were submitted since the last time."""
         for index in range(len(self._pumps), len(self._streams)):
             self._pumps.append(asyncio.create_task(_pump(self._streams[index], index, self._queue)))
-
-    def _observe(self, index: int, num_tokens: int, computing_s: float | None, *, is_first: bool) -> None:
-        now = time.perf_counter()
-        metrics = self._metrics
-        elapsed_s = now - self._updated_at[index]
-        histogram = metrics.first_token_s if is_first else metrics.inter_token_s
-        histogram.observe(elapsed_s)
-        if is_first and self.first_token_at is None:
-            self.first_token_at = now
-        if is_first and computing_s is not None:
-            metrics.queue_wait_s.observe(max(0.0, elapsed_s - computing_s))  # two machines' clocks
-        self._updated_at[index] = metrics.last_token_at = now
-        metrics.num_completion_tokens += num_tokens
 
 
 def _choice(request: GenerationRequest, prompt: Prompt, text: TextService) -> Choice:

@@ -73,9 +73,13 @@ class RequestRecord:
 
     def headers_besides(self, response_headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The request's id, a warning, and those of `headers` that are not among an answer's own."""
-        names = {name for name, _ in response_headers} if self.headers else set()
-        warnings = [warning_header(self.ignored)] if self.ignored else []
-        return [self.header, *warnings, *(header for header in self.headers if header[0] not in names)]
+        headers = [self.header]
+        if self.ignored:
+            headers.append(warning_header(self.ignored))
+        if self.headers:
+            names = {name for name, _ in response_headers}
+            headers += [header for header in self.headers if header[0] not in names]
+        return headers
 
     @property
     def tags(self) -> dict[str, Any]:

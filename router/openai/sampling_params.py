@@ -50,11 +50,8 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
         )
 
 
-def num_kept(num_tokens: int | None, max_tokens: int | None, gang: GangInfo) -> int | None:
-    """How many of a prompt's last tokens are kept. -1: all that leave room for `max_tokens`, or for one token.
-
-    None: all.
-    """
+def num_kept(num_tokens: int, max_tokens: int | None, gang: GangInfo) -> int:
+    """How many of a prompt's last tokens are kept. -1: all that leave room for `max_tokens`, or for one token."""
     if num_tokens == -1:
         return max(1, gang.max_model_len - (1 if max_tokens is None else max_tokens))
     return num_tokens

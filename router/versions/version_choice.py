@@ -182,8 +182,3 @@ def on_adapter(generation: GenerationRequest, version: AdapterVersion, model: st
 
 def adapter_ref(version: AdapterVersion) -> AdapterRef:
     return AdapterRef(version.digest, dict(version.module_ranks))
-
-
-def version_header(version: AdapterVersion) -> tuple[bytes, bytes]:
-    """The answer's header with the version that answered."""
-    return VERSION_HEADER, f"{version.name}@{version.version}".encode()

@@ -60,6 +60,7 @@ class PromptPlanner:
         self._lacked_room = False  # when sequences were last started, one found no pages
         self._num_looked_up = self._num_held = 0  # pages of prefixes, in this step
         self._held_by_others: HeldByOthers = {}  # as of the last search for candidates
+        self._may_throttle = False  # in this step, tenants that are ahead of a newcomer
         self._is_blocked = False  # in this step, newer sequences must not take the room that an older one lacks
         self._taking_over: list[GrowingSequence] = []  # wait for a page that a sequence of less standing computes
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
@@ -72,7 +73,8 @@ class PromptPlanner:
         In latency mode throttled tenants together get at most `throttled_budget` tokens.
         """
         throttled_budget = budget.num_tokens
-        if self._latency_mode.is_on:
+        self._may_throttle = self._latency_mode.is_on
+        if self._may_throttle:
             throttled_budget = max(1, int(_THROTTLED_PART * self._limits.max_tokens_per_step))
         num_tokens: dict[GrowingSequence, int] = {}
         self._is_blocked, self._num_looked_up, self._num_held = False, 0, 0
@@ -94,7 +96,9 @@ class PromptPlanner:
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_that_fit(block_size), granted[sequence])
                 budget.take(sequence.next_position, num_tokens[sequence])
-                throttled_budget -= num_tokens[sequence] if self._latency_mode.throttles(sequence.counter) else 0
+                throttled_budget -= (
+                    num_tokens[sequence] if self._may_throttle and self._latency_mode.throttles(sequence.counter) else 0
+                )
             prompts, is_first = [], False
         for sequence in self._start_loaded() if self._is_blocked and may_admit and budget.num_tokens > 0 else ():
             start = sequence.next_position
@@ -103,7 +107,7 @@ class PromptPlanner:
             if not budget.num_tokens:
                 break
         for sequence in self._running.prompts:  # tokens left over by prompts with cached prefixes
-            is_throttled = self._latency_mode.throttles(sequence.counter)
+            is_throttled = self._may_throttle and self._latency_mode.throttles(sequence.counter)
             # A starting sequence is charged for cached tokens, which can make its tenant throttled and
             # `throttled_budget` negative.
             max_tokens = max(0, throttled_budget) if is_throttled else budget.num_tokens
@@ -300,7 +304,7 @@ class PromptPlanner:
 
         for counter in sorted(by_tenant, key=order) if len(by_tenant) > 1 else by_tenant:
             sequences = by_tenant[counter]
-            is_throttled = self._latency_mode.throttles(counter)
+            is_throttled = self._may_throttle and self._latency_mode.throttles(counter)
             max_tokens = min(budget, throttled_budget) if is_throttled else budget
             granted |= zip(sequences, divide_prompt_tokens([num_left[s] for s in sequences], max_tokens), strict=True)
             num_taken = sum([granted[sequence] for sequence in sequences])

@@ -253,8 +253,9 @@ class Scheduler:
         return [tenant_share(counter, self._waiting, self._running) for counter in changed]
 
     def has_work(self) -> bool:
-        has_sequences = bool(self._running or self._waiting or self._compiling)
-        return has_sequences or self.is_clearing or bool(self._adapters.num_loading or self._tiers.has_work())
+        has_sequences = bool(self._running.by_id or self._waiting or self._compiling)
+        is_moving = bool(self.memory.prefixes.num_leaving or self._adapters.num_loading)
+        return has_sequences or is_moving or self._tiers.has_work()
 
     @property
     def is_clearing(self) -> bool:
@@ -271,7 +272,7 @@ class Scheduler:
         any_wait, batch = bool(self._waiting), list[GrowingSequence]()
         if any_wait or self._ahead:  # otherwise none waits, and none did in the step before
             batch_size = min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD)
-            self._ahead = self._waiting.first(max(batch_size, _MAX_PROTECTED))
+            self._ahead = self._waiting.first(max(batch_size, _MAX_PROTECTED)) if any_wait else []
             batch = self._ahead[:batch_size]
             digests = [sequence.adapter_digest for sequence in (*self._waiting.loaded_for(), *batch)]
             self.memory.want_soon(dict.fromkeys([digest for digest in digests if digest is not None]))
@@ -354,7 +355,8 @@ class Scheduler:
         """Forgets a plan that is not executed, because it is empty."""
         self._counts.num_steps -= 1
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
-        self.memory.put_back_host_updates(plan)
+        if plan.outdated or plan.pins:
+            self.memory.put_back_host_updates(plan)
         self._running.removed.extend(plan.ended_runs)
         del self._uncommitted[plan.step]
 
