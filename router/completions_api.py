@@ -42,7 +42,7 @@ from .generation.usage import Usage
 from .grammars.grammar_check import GrammarCheck
 from .http.access_log import NUM_ANSWER_CHARS, RequestRecord, record_of
 from .http.auth import Identity
-from .http.errors import ApiError, invalid_value, unsupported
+from .http.errors import invalid_value, unsupported
 from .http.loop_turns import LoopShare, LoopTurns
 from .http.route import route
 from .http.stream_position import (
@@ -59,7 +59,7 @@ from .metrics import Metrics
 from .openai.answer_form import AnswerForm
 from .openai.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai.chat_answer import AnswerHead, StreamStyle
-from .openai.chat_fields import client_name, renamed
+from .openai.chat_fields import client_name
 from .openai.generation_response import GenerationResponse, max_answer_bytes
 from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai.sampling_params import (
@@ -238,6 +238,7 @@ class CompletionsApi:
         answers={200: Response},
         texts={"text/event-stream": "With `stream`: an event for each step, the last of them with the whole answer."},
         events=StreamEvent,
+        names=_RESPONSE.names,
         errors=("invalid_messages", *_STORED_ERRORS, *_ERRORS),
     )
     async def respond(self, http: Request, identity: Identity) -> GenerationResponse:
@@ -253,6 +254,7 @@ class CompletionsApi:
         reads_body=True,
         needs_registry=False,
         answers={200: EmbeddingList},
+        names=_EMBEDDINGS.names,
         errors=_ERRORS,
     )
     async def embed(self, http: Request, identity: Identity) -> GenerationResponse:
@@ -270,6 +272,7 @@ class CompletionsApi:
         texts={"text/event-stream": "With `stream`: an event for each step."},
         events=message_schema.MessageEvent,
         refusal=message_schema.error_response,
+        names=_MESSAGE.names,
         errors=("invalid_messages", *_ERRORS),
     )
     async def message(self, http: Request, identity: Identity) -> GenerationResponse:
@@ -285,6 +288,7 @@ class CompletionsApi:
         reads_body=True,
         needs_registry=False,
         refusal=message_schema.error_response,
+        names=_MESSAGE.names,
         errors=("invalid_messages", *_ERRORS),
     )
     async def count_tokens(self, http: Request, identity: Identity) -> message_schema.TokenCount:
@@ -292,27 +296,17 @@ class CompletionsApi:
         record = record_of(http.scope)
         if self._accounts.precheck is not None:
             record.headers = self._accounts.precheck(identity, False)
-        try:
-            async with self._open_body(http, identity, _TOKEN_COUNT) as request:
-                await self._base.adapter(identity, request.model)
-                record.model = request.model
-                self._check(request, _TOKEN_COUNT)
-                gang = await self._base.gang()
-                prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), gang, "")
-                self._leave_out(record, request, prompts, _TOKEN_COUNT)
-        except ApiError as error:
-            raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
+        async with self._open_body(http, identity, _TOKEN_COUNT) as request:
+            await self._base.adapter(identity, request.model)
+            record.model = request.model
+            self._check(request, _TOKEN_COUNT)
+            gang = await self._base.gang()
+            prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), gang, "")
+            self._leave_out(record, request, prompts, _TOKEN_COUNT)
         return message_schema.TokenCount(len(prompts.token_lists[0]))
 
     async def _answer(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """All steps of a request. Errors name fields as the client does."""
-        try:
-            return await self._admitted(http, identity, kind)
-        except ApiError as error:
-            raise renamed(error, kind.names) from error.__cause__
-
-    async def _admitted(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """Each step raises errors of the API, and passes on what it has decided."""
+        """All steps of a request. Each raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
         if self._accounts.precheck is not None:

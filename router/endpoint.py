@@ -26,6 +26,7 @@ from .http.auth import Authenticates
 from .http.errors import ApiError, from_adapter_error, internal_error
 from .http.route import Answer, RouteSpec
 from .metrics import Metrics
+from .openai.chat_fields import renamed
 from .openai.generation_response import CLIENT_CLOSED_REQUEST
 
 # CORS: the origins whose pages may read answers in a browser.
@@ -146,14 +147,32 @@ class Endpoint:
             self._access_log.write(record, status_code)
 
     async def _answer(self, request: Request, record: RequestRecord) -> Answer:
+        """Authenticates before anything of the body is read. Errors name fields as the client does."""
+        arguments: list[Any] = [request]
+        tenant = ""  # the operators
         refusal: ApiError | None
         try:
-            return await self._handle(request)
+            if self._route.scope == "operator":
+                self._authenticator.check_operator(request)
+            elif self._route.scope != "public":
+                identity = self._authenticator.identify(request, self._route.scope)
+                arguments.append(identity)
+                tenant = identity.name
+            if self._needs_registry:
+                self._outages.check(tenant)
+            if self._body is not None:
+                arguments.append(await small_body(request, self._body))
+            result = await self._route.handler(*arguments)
+            if isinstance(result, msgspec.Struct):
+                return Response(msgspec.json.encode(result), self._status_code, self._headers, "application/json")
+            return result
         except ApiError as error:
-            refusal = error
+            refusal = renamed(error, self._route.names)
         except ClientDisconnect:
             raise
         except Exception as error:
+            if isinstance(error, RegistryUnavailable):
+                self._outages.add(tenant)
             refusal = from_adapter_error(error) if isinstance(error, AdapterError) else None
             if refusal is None:
                 _log.exception("a request failed", extra=record.tags)
@@ -161,29 +180,6 @@ class Endpoint:
         self._metrics.count_error(refusal)
         record.error = refusal.detail.code or ""
         return self._route.refusal(refusal)
-
-    async def _handle(self, request: Request) -> Answer:
-        """Authenticates before anything of the body is read."""
-        arguments: list[Any] = [request]
-        tenant = ""  # the operators
-        if self._route.scope == "operator":
-            self._authenticator.check_operator(request)
-        elif self._route.scope != "public":
-            identity = self._authenticator.identify(request, self._route.scope)
-            arguments.append(identity)
-            tenant = identity.name
-        if self._needs_registry:
-            self._outages.check(tenant)
-        if self._body is not None:
-            arguments.append(await small_body(request, self._body))
-        try:
-            result = await self._route.handler(*arguments)
-        except RegistryUnavailable:
-            self._outages.add(tenant)
-            raise
-        if isinstance(result, msgspec.Struct):
-            return Response(msgspec.json.encode(result), self._status_code, self._headers, "application/json")
-        return result
 
 
 # The paths of a route.

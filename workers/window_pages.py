@@ -110,6 +110,8 @@ class GangLimits:
 
     def most_pages(self, num_tokens: int) -> int:
         """The most pages that a sequence of so many tokens holds at once."""
+        if self.window is None:
+            return pages_for(num_tokens, self.block_size)
         return most_pages(num_tokens, self.block_size, self.window, self.max_tokens_per_step, self.full_layers)
 
     def needed_pages(self, num_tokens: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
@@ -279,6 +280,8 @@ class PromptPlanner:
         max_tokens: int | None = budget.num_tokens
         while max_tokens is not None:
             granted = self._divide(num_left, max_tokens, throttled_budget, credit)
+            if budget.seconds == math.inf:
+                break
             chunks = [(s.next_position or s.num_found, number) for s, number in granted.items() if number]
             max_tokens = budget.total_that_fits(chunks)
         return granted
