@@ -20,7 +20,7 @@ from .grammars.response_format import WantedGrammar
 from .http.errors import invalid_value, unsupported
 from .openai.answer_form import AnswerForm
 from .openai.chat_answer import AnswerHead, ChatAnswer, ChunkForm, CompletionAnswer, MessageShape, StreamStyle
-from .openai.chat_prompt import chat_prompt, completion_prompts, count_prompts
+from .openai.chat_prompt import chat_prompt, completion_prompts
 from .openai.logprobs_json import named_by_id
 from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai.sampling_params import check_best_of, num_echoed_logprobs, thinking_budget
@@ -76,8 +76,6 @@ class AnswerKind(Protocol[R]):
     def max_prompts(self, max_sequences: int) -> int:
         """The most prompts that a request may have, where it may have `max_sequences` sequences."""
 
-    def num_prompts(self, request: R) -> int: ...
-
     def check(self, request: R) -> None:
         """Raises a 400 for fields that contradict each other."""
 
@@ -117,9 +115,6 @@ class OfChat(Generic[C]):
     def max_prompts(self, max_sequences: int) -> int:
         return 1
 
-    def num_prompts(self, request: C) -> int:
-        return 1
-
     def check(self, request: C) -> None:
         if request.echo:
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
@@ -129,7 +124,8 @@ class OfChat(Generic[C]):
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         prompt = await chat_prompt(request, text, gang)
-        answers, tools, left_out = text.answers_of(template), tool_choice(request), prompt.left_out
+        answers = text.answers_of(template) if template else text.answer_format
+        tools, left_out = tool_choice(request), prompt.left_out
         reader = await answer_reader(request, tools, answers, prompt.continued)
         if isinstance(request, TranslatedChat):
             left_out += formats_not_held(request, tools, reader)
@@ -210,9 +206,6 @@ class TextCompletion:
     def max_prompts(self, max_sequences: int) -> int:
         return max_sequences
 
-    def num_prompts(self, request: CompletionRequest) -> int:
-        return count_prompts(request)
-
     def check(self, request: CompletionRequest) -> None:
         check_best_of(request)
 
@@ -262,9 +255,6 @@ class Embeddings:
     def max_prompts(self, max_sequences: int) -> int:
         """The most prompts of a request; `max_sequences` of them are computed at once."""
         return max(max_sequences, embedding_prompts.MAX_INPUTS)
-
-    def num_prompts(self, request: EmbeddingPrompts) -> int:
-        return count_prompts(request)
 
     def check(self, request: EmbeddingPrompts) -> None:
         """What contradicts itself was refused as the body was translated."""

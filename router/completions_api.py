@@ -60,6 +60,7 @@ from .openai.answer_form import AnswerForm
 from .openai.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai.chat_answer import AnswerHead, StreamStyle
 from .openai.chat_fields import client_name
+from .openai.chat_prompt import count_prompts
 from .openai.generation_response import GenerationResponse, max_answer_bytes
 from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai.sampling_params import (
@@ -414,7 +415,8 @@ class CompletionsApi:
         limit = self._config.now.max_sequences_per_request
         limit = max(limit, kind.max_prompts(limit))
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
-        num_sequences = kind.num_prompts(request) * max(request.n or 1, request.best_of or 1)
+        num_prompts = count_prompts(request) if isinstance(request, CompletionRequest) else 1
+        num_sequences = num_prompts * max(request.n or 1, request.best_of or 1)
         if num_sequences > limit:
             message = f"prompts times {field} are {num_sequences} sequences: at most {limit} are accepted."
             raise invalid_value("best_of" if field == "best_of" else kind.count_param, message)

@@ -20,7 +20,6 @@ from .wire.messages import (
     Outdated,
     ResidencyChange,
     SequenceError,
-    SequenceRequest,
     SequenceUpdate,
     SequenceUsage,
     Submit,
@@ -93,8 +92,11 @@ class Engine:
     def receive(self, message: EngineMessage) -> None:
         """Passes a message to its owner. The next step returns the updates that follow from it."""
         match message:
-            case Submit(request):
-                self._submit(request)
+            case Submit(request):  # one that can never be served gets an update with an error at the next step
+                seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+                error = self._scheduler.add(request, seed)
+                if error is not None:
+                    self._ended.append(SequenceUpdate(request.sequence_id, error=error, usage=request.usage))
             case Cancel(sequence_id):
                 self._end(sequence_id, self._scheduler.cancel(sequence_id), CANCELLED)
             case End(sequence_id, error):
@@ -109,13 +111,6 @@ class Engine:
                 self._scheduler.counters.charge_elsewhere(totals)
             case TokenInterval(setting):
                 self._scheduler.token_interval_s = token_interval_of(setting, self.info.device)
-
-    def _submit(self, request: SequenceRequest) -> None:
-        """Queues a sequence. One that can never be served gets an update with an error at the next step."""
-        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        error = self._scheduler.add(request, seed)
-        if error is not None:
-            self._ended.append(SequenceUpdate(request.sequence_id, error=error, usage=request.usage))
 
     def _end(self, sequence_id: int, usage: SequenceUsage | None, error: SequenceError) -> None:
         """Reports the end of a sequence with the next step, unless it was unknown."""
@@ -143,7 +138,9 @@ class Engine:
         made ahead is being executed already, and there is nothing to schedule. If the device feeds tokens to the next
         step, that begins before the tokens are known, so the device never waits for the host.
         """
-        ended, self._ended = [*self._ended, *self._scheduler.take_grammars()], []
+        ended, self._ended = self._ended, []
+        if self._scheduler.num_constrained:
+            ended += self._scheduler.take_grammars()
         plan_made_ahead, self._ahead = self._ahead, None
         plan = plan_made_ahead or self._begin(self._scheduler.schedule())
         if self._overlaps and plan.sequences:

@@ -237,8 +237,6 @@ def portions(update: SequenceUpdate) -> Sequence[SequenceUpdate]:
         parts = [scores.part(start, start + limit) for start in range(0, scores.num_rows, limit)]
         return [*(SequenceUpdate(update.sequence_id, prompt_scores=part) for part in parts), *portions(remainder)]
     token_ids, logprobs = update.token_ids, update.logprobs
-    if len(token_ids) <= 1:
-        return (update,)
     limit = _max_tokens(len(logprobs[0].top_ids) if logprobs else 0)
     if len(token_ids) <= limit:
         return (update,)

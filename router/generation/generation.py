@@ -137,7 +137,8 @@ class Generation:
         source = self._merged() if len(self.choices) > 1 else _numbered(self._streams[0])
         async for index, whole in source:
             choice = self.choices[index]
-            for number, part in enumerate(portions(whole)):
+            is_short = len(whole.token_ids) <= 1 and whole.prompt_scores is None
+            for number, part in enumerate((whole,) if is_short else portions(whole)):
                 if number:
                     await asyncio.sleep(0)
                 if not self._loop.begin(self._turns):

@@ -261,13 +261,16 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
         raise invalid_value("continue_final_message", "it cannot be combined with add_generation_prompt: true.")
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     convert = partial(template_messages, request.messages, text.forms)
+    variables: dict[str, Any] = {}
+    if request.chat_template_kwargs or request.reasoning_effort is not None:
+        variables = template_variables(request, text.forms)
     messages, left_out = convert() if _are_few(request.messages) else await asyncio.to_thread(convert)
     try:
         prompt = await text.render_chat(
             messages,
             add_generation_prompt=begins,
             continue_final_message=continues,
-            arguments=template_variables(request, text.forms),
+            arguments=variables,
             tools=template_tools(request, text.forms) if request.tools or request.functions else None,
             documents=request.documents,
         )

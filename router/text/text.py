@@ -119,10 +119,8 @@ class TextService:
         """The token as the vocabulary has it; empty: it has none of this id."""
         return self._backend.id_to_token(token_id) or ""
 
-    def answers_of(self, name: str) -> AnswerFormat | None:
-        """The form of answers with this name of the table. Empty: the model's own, and None where that is not known."""
-        if not name:
-            return self.answer_format
+    def answers_of(self, name: str) -> AnswerFormat:
+        """The form of answers with this name of the table; `answer_format` is the model's own."""
         if name not in self._named_formats:
             self._named_formats[name] = named_format(name)
         return self._named_formats[name]

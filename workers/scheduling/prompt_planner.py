@@ -392,7 +392,7 @@ class PromptPlanner:
         if not self._memory.has_room(num_pages + num_left_free, keep, prefix.held_pages):
             self._lacked_room = self._is_blocked = True
             return False
-        if self._running and not self._memory.make_room_in_part(num_pages, keep, prefix.held_pages):
+        if self._running.by_id and not self._memory.make_room_in_part(num_pages, keep, prefix.held_pages):
             return False  # the rest of the room is made in the next steps, as running sequences wait for this one
         self._memory.prefixes.acquire(prefix.held_pages)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, keep)

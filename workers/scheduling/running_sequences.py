@@ -36,6 +36,7 @@ class PlannedStep:
         """`beams`: beams of searches, whose newest tokens are known."""
         self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
         self.prompts = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in chunks]  # first position, tokens
+        self.num_tokens = 0  # of all parts
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
         self.drops: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
 
@@ -82,6 +83,7 @@ class PlannedStep:
         if drops:
             self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in drops]
             self.prompts = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in self.chunks]
+        self.num_tokens = len(parts) + sum([number for _, number in self.prompts])
         return (*parts, *[chunk.part for chunk in self.chunks])
 
 

@@ -101,7 +101,7 @@ class Scheduler:
         self.latency_mode = LatencyMode(self._counts, self._running)
         self.counters = TenantCounters(limits.max_tokens_per_step, scheduling)
         self._constraints = constraints
-        self._num_constrained = 0  # sequences with grammars
+        self.num_constrained = 0  # sequences with grammars
         self._compiling: dict[int, GrowingSequence] = {}  # sequences whose grammars are being compiled
         self._prefetcher = Prefetcher(self.memory, self._prefixes, self._tiers, limits, self._waiting)
         self._admission = PromptPlanner(
@@ -180,7 +180,7 @@ class Scheduler:
             if self._constraints is None or not grammar:
                 self._wait(sequence)
             else:
-                self._num_constrained += 1
+                self.num_constrained += 1
                 self._compiling[sequence.sequence_id] = sequence
                 self._constraints.add(
                     sequence.sequence_id, request.tenant, grammar, request.generated_token_ids, ignores_eos
@@ -228,9 +228,7 @@ class Scheduler:
         Not to be called while a plan is made.
         """
         updates = list[SequenceUpdate]()
-        if self._constraints is None or not self._num_constrained:
-            return updates
-        for sequence_id, error in self._constraints.take_ended():
+        for sequence_id, error in () if self._constraints is None else self._constraints.take_ended():
             if error is not None:
                 updates.append(SequenceUpdate(sequence_id, error=error, usage=self.cancel(sequence_id)))
             else:
@@ -320,7 +318,7 @@ class Scheduler:
         """
         self._feeds_tokens = result is None
         if result is not None:
-            if self._num_constrained:
+            if self.num_constrained:
                 self._put_back_late(result)
             if self._uncommitted[result.step].beams:
                 plan = self._continue_beams(plan, result)
@@ -378,10 +376,10 @@ class Scheduler:
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure))
-        if self._num_constrained:
+        if self.num_constrained:
             self._put_back_late(result)
         planned = self._uncommitted.pop(plan.step)
-        self._counts.num_computed_tokens += sum([len(part.token_ids) for part in plan.sequences])
+        self._counts.num_computed_tokens += planned.num_tokens
         if planned.beams:
             self._commit_beams(planned, result)
         self._commit_decodes(planned, result, updates)
@@ -401,8 +399,7 @@ class Scheduler:
         if (planned := self._uncommitted.get(plan.step)) is not None:
             chunks = planned.prompts
             num_decodes = len(planned.decodes) + len(planned.beams)
-            num_chunk_tokens = sum([number for _, number in chunks])
-            self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
+            self._costs.observe_step(num_decodes + len(chunks), planned.num_tokens, seconds)
             self._step_costs.observe(num_decodes, chunks, seconds)
 
     def expected_s(self, plan: StepPlan) -> float:
@@ -530,7 +527,7 @@ class Scheduler:
         if sequence.beams is not None:
             self._beams.forget(sequence.beams)
         if self._constraints is not None and sequence.is_constrained:
-            self._num_constrained -= 1
+            self.num_constrained -= 1
             self._constraints.remove(sequence.sequence_id)
 
     def _put_back_late(self, result: StepResult) -> None:
