@@ -117,7 +117,8 @@ class FadingLine:
         if self._num_values >= _NUM_TRUSTED:
             y = min(y, _MAX_TIMES_EXPECTED * self.at(x))
         if self._num_values == _NUM_TRUSTED:
-            self._near = {bits: [_COLD * total for total in sums] for bits, sums in self._near.items()}
+            for sums in self._near.values():
+                sums[:] = [_COLD * total for total in sums]
         self._num_values += 1
         terms = weight, weight * x, weight * y, weight * x * x, weight * x * y
         before = self._near.get(int(x).bit_length(), (0.0,) * len(terms))
