@@ -304,7 +304,9 @@ async def test_drain_hands_over_what_has_not_ended(leader: Leader) -> None:
         tokens: dict[int, list[int]] = {1: [], 2: []}
         handed_over: list[int] = []
         while (data := await router.call.read()) is not grpc.aio.EOF:
-            for update in msgspec.msgpack.decode(data, type=FromLeader).updates:
+            frame = msgspec.msgpack.decode(data, type=FromLeader)
+            assert isinstance(frame, Frame)
+            for update in frame.updates:
                 assert update.sequence_id not in handed_over, "an update after the hand-over"
                 tokens[update.sequence_id] += update.token_ids
                 if update.error is not None:
