@@ -196,4 +196,4 @@ def user_place(user: str) -> str:
 
 def owner_of(name: str) -> str:
     """The user whose private adapter has this registered name; empty: it is the tenant's."""
-    return split_private(name)[0] or ""
+    return split_private(name)[0] or "" if name.startswith(PRIVATE) else ""

@@ -1,7 +1,7 @@
 """Which of 36 families that tenants fine-tune are served: transformers' default config of each, read as a base's.
 
-A family counts if its config.json is accepted. Whether it is computed right is tested by tests/workers/test_exactness.py
-and test_text_towers.py.
+A family counts if its config.json is accepted. Whether it is computed right is tested by `tests/workers/`, in
+`test_exactness.py` and `test_text_towers.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from transformers.models.auto import modeling_auto
 
 from motet.workers.models.config import ModelConfig
 
-FAMILIES = """
+_NAMES = """
     Llama Mistral Ministral3 Mistral3 Mistral4 Qwen2 Qwen3 Qwen3Moe Qwen3Next Qwen3_5Text Qwen3_5 Qwen3_5Moe Qwen3VL
     Gemma2 Gemma3Text Gemma3 Gemma4Text Gemma4 GptOss Llama4 Phi3 Mixtral Granite GraniteMoeHybrid Olmo3 SmolLM3 Glm4
     Glm4Moe DeepseekV3 NemotronH Cohere2 SeedOss Exaone4 Lfm2 FalconH1 MiniMaxM2
-""".split()
+"""
 
 
 def architecture_of(model_type: str) -> str:
@@ -42,7 +42,7 @@ def problem_of(family: str, folder: Path) -> str:
 
 def main() -> None:
     num_served = 0
-    for family in FAMILIES:
+    for family in _NAMES.split():
         with tempfile.TemporaryDirectory() as folder:
             problem = problem_of(family, Path(folder))
         num_served += not problem

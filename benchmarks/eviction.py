@@ -15,9 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from motet.benchmarks.rigs.traffic import ADAPTER_PAGES, Request, Traffic
-from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.memory.page_allocator import IdleOrder
-from motet.workers.memory.paged_memory import PagedMemory
+from motet.workers.memory.paged_memory import AdapterState, PagedMemory
 from motet.workers.wire.messages import AdapterRef
 
 COMPUTE_S, COPY_S = 0.012, 0.0005  # a page on the machine of docs/benchmarks.md, one thread

@@ -18,11 +18,19 @@ from .grammars.response_format import WantedGrammar
 from .http.errors import invalid_value, unsupported
 from .openai.answer_form import AnswerForm
 from .openai.chat_answer import AnswerHead, ChatAnswer, ChunkForm, CompletionAnswer, MessageShape, StreamStyle
-from .openai.chat_prompt import chat_prompt, completion_prompts, count_prompts
+from .openai.chat_prompt import chat_prompt, completion_prompts
 from .openai.logprobs_json import named_by_id
-from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai.sampling_params import check_best_of, num_echoed_logprobs, thinking_budget
-from .openai.tool_choice import answer_grammar, answer_reader, check_tools, formats_not_held, is_old, request_grammar
+from .openai.tool_choice import (
+    NO_TOOLS,
+    ToolChoice,
+    answer_grammar,
+    answer_reader,
+    formats_not_held,
+    request_grammar,
+    tool_choice,
+)
 from .responses import response_chat
 from .responses.response_form import ResponseForm
 from .responses.response_schema import ResponseChat
@@ -44,9 +52,12 @@ class PromptTokens:
     echoes: Sequence[str] = ()  # the text of each prompt, where the answer repeats it; empty: it does not
     reader: ResponseReader | None = None  # of the answers' text; None: it is shown unchanged
     grammar: WantedGrammar | None = None  # the form of the answers; None: any
+    max_tokens: int | None = None  # of an answer; None: the kind's default
+    num_logprobs: int | None = None  # alternatives to show for each token; None: no log probabilities
     pooling: Pooling | None = None  # None: no embeddings are requested
     thinking: ThinkingBudget | None = None  # None: thoughts may go on
     num_id_chars: int = NUM_ID_CHARS  # of a call's id
+    tools: ToolChoice = NO_TOOLS
 
 
 class AnswerKind(Protocol[R]):
@@ -56,13 +67,12 @@ class AnswerKind(Protocol[R]):
     id_prefix: str
     prompt_param: str  # the field with the prompts
     count_param: str  # the field that is to blame for too many sequences
+    default_tokens: int | None  # of an answer at most; None: the rest of the context
     is_resumable: bool  # whether a stream can go on from one of its events
     names: Mapping[str, str]  # the client's own of the request's fields: see `renamed`
 
     def max_prompts(self, max_sequences: int) -> int:
         """The most prompts that a request may have, where it may have `max_sequences` sequences."""
-
-    def num_prompts(self, request: R) -> int: ...
 
     def check(self, request: R) -> None:
         """Raises a 400 for fields that contradict each other."""
@@ -72,12 +82,6 @@ class AnswerKind(Protocol[R]):
 
         `template`: name of the form of answers; empty: the model's.
         """
-
-    def max_tokens(self, request: R, room: int) -> int | None:
-        """The most tokens of an answer; None: the rest of the context, which is `room`."""
-
-    def num_logprobs(self, request: R) -> int | None:
-        """Alternatives to show for each token; None: no log probabilities."""
 
     def form(self, parts: FormParts[R]) -> AnswerForm: ...
 
@@ -103,12 +107,10 @@ class OfChat(Generic[C]):
 
     prompt_param = "messages"
     count_param = "n"
+    default_tokens: int | None = None
     is_resumable = False
 
     def max_prompts(self, max_sequences: int) -> int:
-        return 1
-
-    def num_prompts(self, request: C) -> int:
         return 1
 
     def check(self, request: C) -> None:
@@ -116,31 +118,30 @@ class OfChat(Generic[C]):
             raise unsupported("echo", "a chat's prompt is not repeated; leave it out.")
         if request.top_logprobs and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
-        check_tools(request)
+        tool_choice(request)
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         prompt = await chat_prompt(request, text, gang)
-        answers = text.answers_of(template)
-        reader = await answer_reader(request, answers, prompt.continued)
-        thinking, is_bounded = thinking_budget(request, reader, text)
+        answers = text.answers_of(template) if template else text.answer_format
+        tools, left_out = tool_choice(request), prompt.left_out
+        reader = await answer_reader(request, tools, answers, prompt.continued)
+        if isinstance(request, TranslatedChat):
+            left_out += formats_not_held(request, tools, reader)
+        thinking = None
+        if request.thinking_token_budget is not None:
+            thinking, is_bounded = thinking_budget(request.thinking_token_budget, reader, text)
+            left_out += [] if is_bounded else ["thinking_token_budget"]
         return PromptTokens(
             [prompt.token_ids],
-            left_out=[
-                *prompt.left_out,
-                *formats_not_held(request, reader),
-                *([] if is_bounded else ["thinking_token_budget"]),
-            ],
+            left_out=left_out,
             reader=reader,
-            grammar=answer_grammar(request, reader),
+            grammar=answer_grammar(request, tools, reader),
+            max_tokens=request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens,
+            num_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
             thinking=thinking,
             num_id_chars=NUM_ID_CHARS if answers is None else answers.num_id_chars,
+            tools=tools,
         )
-
-    def max_tokens(self, request: C, room: int) -> int | None:
-        return request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-
-    def num_logprobs(self, request: C) -> int | None:
-        return (request.top_logprobs or 0) if request.logprobs else None
 
     def shape(self, parts: FormParts[C]) -> ChatAnswer:
         request = parts.request
@@ -151,7 +152,7 @@ class OfChat(Generic[C]):
             prompt=parts.prompts.token_lists[0],
             with_logprobs=bool(request.logprobs),
             with_token_ids=bool(request.return_token_ids),
-            message=MessageShape(parts.head.id, parts.prompts.num_id_chars, is_old(request)),
+            message=MessageShape(parts.head.id, parts.prompts.num_id_chars, parts.prompts.tools.is_old),
             num_prompt_logprobs=request.prompt_logprobs,
         )
 
@@ -196,14 +197,12 @@ class TextCompletion:
     id_prefix = "cmpl-"
     prompt_param = "prompt"
     count_param = "prompt"
+    default_tokens: int | None = _DEFAULT_COMPLETION_TOKENS
     is_resumable = True
     names: Mapping[str, str] = MappingProxyType({})
 
     def max_prompts(self, max_sequences: int) -> int:
         return max_sequences
-
-    def num_prompts(self, request: CompletionRequest) -> int:
-        return count_prompts(request)
 
     def check(self, request: CompletionRequest) -> None:
         check_best_of(request)
@@ -214,15 +213,13 @@ class TextCompletion:
         token_lists = await completion_prompts(request, text, gang)
         skips = request.skip_special_tokens is not False
         echoes = await text.echoes(token_lists, skip_special_tokens=skips) if request.echo else ()
-        return PromptTokens(token_lists, echoes=echoes, grammar=request_grammar(request))
-
-    def max_tokens(self, request: CompletionRequest, room: int) -> int | None:
-        if request.max_tokens is not None:
-            return request.max_tokens
-        return max(min(_DEFAULT_COMPLETION_TOKENS, room), 1)
-
-    def num_logprobs(self, request: CompletionRequest) -> int | None:
-        return request.logprobs
+        return PromptTokens(
+            token_lists,
+            echoes=echoes,
+            grammar=request_grammar(request),
+            max_tokens=request.max_tokens,
+            num_logprobs=request.logprobs,
+        )
 
     def form(self, parts: FormParts[CompletionRequest]) -> ChunkForm:
         request, prompts = parts.request, parts.prompts
@@ -249,15 +246,13 @@ class Embeddings:
     id_prefix = "embd-"
     prompt_param = "input"
     count_param = "input"
+    default_tokens: int | None = None
     is_resumable = False
     names: Mapping[str, str] = embeddings.NAMES
 
     def max_prompts(self, max_sequences: int) -> int:
         """The most prompts of a request; `max_sequences` of them are computed at once."""
         return max(max_sequences, embeddings.MAX_INPUTS)
-
-    def num_prompts(self, request: EmbeddingPrompts) -> int:
-        return count_prompts(request)
 
     def check(self, request: EmbeddingPrompts) -> None:
         """What contradicts itself was refused as the body was translated."""
@@ -266,13 +261,7 @@ class Embeddings:
         self, request: EmbeddingPrompts, text: TextService, gang: GangInfo, template: str
     ) -> PromptTokens:
         pooling = chosen_pooling(request, text.pooling, gang)
-        return PromptTokens(await completion_prompts(request, text, gang), pooling=pooling)
-
-    def max_tokens(self, request: EmbeddingPrompts, room: int) -> int | None:
-        return 0
-
-    def num_logprobs(self, request: EmbeddingPrompts) -> int | None:
-        return None
+        return PromptTokens(await completion_prompts(request, text, gang), max_tokens=0, pooling=pooling)
 
     def form(self, parts: FormParts[EmbeddingPrompts]) -> EmbeddingForm:
         request = parts.request

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cache, partial
@@ -28,8 +28,7 @@ from .answer_kinds import (
 )
 from .anthropic import message_chat
 from .anthropic.message_chat import CountedChat, CountTokensRequest, MessageChat, MessagesRequest
-from .base_model import BaseModel
-from .batches.line_call import is_line, room_of
+from .batches.line_call import LINE_ROOM, ReservedRoom, is_line
 from .batches.stored_responses import StoredResponses
 from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import max_body_bytes, refuse_unsupported
@@ -42,7 +41,7 @@ from .generation.usage import Usage
 from .grammars.grammar_check import GrammarCheck
 from .http.access_log import NUM_ANSWER_CHARS, RequestRecord, record_of
 from .http.auth import Identity
-from .http.errors import ApiError, invalid_value, unsupported
+from .http.errors import invalid_value, unsupported
 from .http.loop_turns import LoopShare, LoopTurns
 from .http.route import route
 from .http.stream_position import (
@@ -59,7 +58,8 @@ from .metrics import Metrics
 from .openai.answer_form import AnswerForm
 from .openai.answer_schema import ChatChunk, ChatCompletion, Completion
 from .openai.chat_answer import AnswerHead, StreamStyle
-from .openai.chat_fields import client_name, renamed
+from .openai.chat_fields import client_name
+from .openai.chat_prompt import count_prompts
 from .openai.generation_response import GenerationResponse, max_answer_bytes
 from .openai.request_schema import ChatRequest, CompletionRequest, GenerationFields, TranslatedChat
 from .openai.sampling_params import (
@@ -68,6 +68,7 @@ from .openai.sampling_params import (
     check_length,
     check_num_scores,
     check_prompt_scoring,
+    num_prompt_logprobs,
     sampling_params,
     stop_strings,
     token_rules,
@@ -78,21 +79,9 @@ from .responses.response_schema import Response, ResponseChat, ResponsesRequest,
 from .tenancy.account import Accounts, AnswerRequest
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
-from .versions.version_choice import VersionChoice, choose_version, on_adapter, version_header
+from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter
 
 # The id of an answer: a new one, or that of the answer whose stream the client resumes.
-
-
-def requested_position(
-    http: Request, *, is_stream: bool | None, tenant: str, keys: Sequence[bytes]
-) -> StreamPosition | None:
-    """The position from which the client resumes a stream; None: it does not resume one. Raises a 400."""
-    event_id = http.headers.get(LAST_EVENT_ID)
-    if not event_id:
-        return None
-    if not is_stream:
-        raise wrong_position("it is only allowed with stream: true.")
-    return parse_position(event_id, tenant, keys)
 
 
 async def answer_id(
@@ -249,6 +238,7 @@ class CompletionsApi:
         answers={200: Response},
         texts={"text/event-stream": "With `stream`: an event for each step, the last of them with the whole answer."},
         events=StreamEvent,
+        names=_RESPONSE.names,
         errors=("invalid_messages", *_STORED_ERRORS, *_ERRORS),
     )
     async def respond(self, http: Request, identity: Identity) -> GenerationResponse:
@@ -264,6 +254,7 @@ class CompletionsApi:
         reads_body=True,
         needs_registry=False,
         answers={200: EmbeddingList},
+        names=_EMBEDDINGS.names,
         errors=_ERRORS,
     )
     async def embed(self, http: Request, identity: Identity) -> GenerationResponse:
@@ -281,6 +272,7 @@ class CompletionsApi:
         texts={"text/event-stream": "With `stream`: an event for each step."},
         events=message_chat.MessageEvent,
         refusal=message_chat.error_response,
+        names=_MESSAGE.names,
         errors=("invalid_messages", *_ERRORS),
     )
     async def message(self, http: Request, identity: Identity) -> GenerationResponse:
@@ -296,48 +288,42 @@ class CompletionsApi:
         reads_body=True,
         needs_registry=False,
         refusal=message_chat.error_response,
+        names=_MESSAGE.names,
         errors=("invalid_messages", *_ERRORS),
     )
     async def count_tokens(self, http: Request, identity: Identity) -> message_chat.TokenCount:
         """As `/v1/messages` would compute them. It takes the same fields, and needs no `max_tokens`."""
         record = record_of(http.scope)
-        record.headers = self._accounts.precheck(identity, False)
-        try:
-            async with self._open_body(http, identity, _TOKEN_COUNT) as request:
-                await self._base.adapter(identity, request.model)
-                record.model = request.model
-                self._check(request, _TOKEN_COUNT)
-                await self._base.wait_for_first_gang()
-                prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), self._base.gang(), "")
-                self._leave_out(record, request, prompts, _TOKEN_COUNT)
-        except ApiError as error:
-            raise renamed(error, _TOKEN_COUNT.names) from error.__cause__
+        if self._accounts.precheck is not None:
+            record.headers = self._accounts.precheck(identity, False)
+        async with self._open_body(http, identity, _TOKEN_COUNT) as request:
+            await self._base.adapter(identity, request.model)
+            record.model = request.model
+            self._check(request, _TOKEN_COUNT)
+            gang = await self._base.gang()
+            prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), gang, "")
+            self._leave_out(record, request, prompts, _TOKEN_COUNT)
         return message_chat.TokenCount(len(prompts.token_lists[0]))
 
     async def _answer(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """All steps of a request. Errors name fields as the client does."""
-        try:
-            return await self._admitted(http, identity, kind)
-        except ApiError as error:
-            raise renamed(error, kind.names) from error.__cause__
-
-    async def _admitted(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> GenerationResponse:
-        """Each step raises errors of the API, and passes on what it has decided."""
+        """All steps of a request. Each raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
-        record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
+        if self._accounts.precheck is not None:
+            record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:
-            if not kind.is_resumable and http.headers.get(LAST_EVENT_ID):
-                raise wrong_position("these streams cannot be resumed: send the request again without it.")
-            position = requested_position(
-                http, is_stream=request.stream, tenant=identity.name, keys=self._view.stream_keys
-            )
+            position = None  # from which the client resumes a stream
+            if event_id := http.headers.get(LAST_EVENT_ID):
+                if not kind.is_resumable:
+                    raise wrong_position("these streams cannot be resumed: send the request again without it.")
+                if not request.stream:
+                    raise wrong_position("it is only allowed with stream: true.")
+                position = parse_position(event_id, identity.name, self._view.stream_keys)
             choice = choose_version(await self._base.adapter(identity, request.model), request, identity)
             record.model = request.model
             self._check(request, kind)
-            await self._base.wait_for_first_gang()
             template = "" if choice.version is None else choice.version.response_template
-            gang, text = self._base.gang(), self._text.of(identity.name)
+            gang, text = await self._base.gang(), self._text.of(identity.name)
             prompts = await kind.tokenize(request, text, gang, template)
             self._leave_out(record, request, prompts, kind)
             response_grammar = prompts.grammar
@@ -360,9 +346,11 @@ class CompletionsApi:
         if style is not None and kind.is_resumable:
             num_seen = () if position is None else position.num_tokens
             generation = replace(generation, key=head.id, num_seen=num_seen)
+        responses = None  # that keep the answer
         if isinstance(request, ResponseChat) and request.terms.store and self._responses is not None:
-            await self._responses.check(identity, len(request.items))
-        room = room_of(http.scope)
+            responses = self._responses
+            await responses.check(identity, len(request.items))
+        room: ReservedRoom | None = http.scope.get(LINE_ROOM)  # of a batch's line
         if room is not None:
             num_repeated = int(http.headers["content-length"])  # responses show fields of their requests
             await room.reserve(num_repeated + max_answer_bytes(generation, gang.max_model_len, gang.hidden_size))
@@ -394,11 +382,12 @@ class CompletionsApi:
             form,
             self._metrics,
             account,
-            self._keeper(identity, request, head, form),
+            None if responses is None else partial(_keep, responses, identity, request, head, form),
             None if room is None else room.max_answer_bytes,
         )
         if choice.version is not None:
-            response.raw_headers.append(version_header(choice.version))
+            name = f"{choice.version.name}@{choice.version.version}"
+            response.raw_headers.append((VERSION_HEADER, name.encode()))
         return response
 
     def _open_body(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> AbstractAsyncContextManager[R]:
@@ -413,16 +402,6 @@ class CompletionsApi:
             recall = partial(responses.recall, identity)
         return self._bodies.open(http, identity.name, kind.schema, max_bytes=max_bytes, context=context, recall=recall)
 
-    def _keeper(
-        self, identity: Identity, request: GenerationFields, head: AnswerHead, form: AnswerForm
-    ) -> Callable[[Usage], Awaitable[None]] | None:
-        """What stores the answer; None: it is not to be stored."""
-        responses = self._responses
-        if responses is None or not (isinstance(request, ResponseChat) and request.terms.store):
-            return None
-        assert isinstance(form, ResponseForm)
-        return lambda usage: responses.add(identity, head.id, request.items, form.final(usage))
-
     def _check(self, request: R, kind: AnswerKind[R]) -> None:
         """Raises a 400 for fields that are not supported, that contradict each other, or that ask for too much."""
         refuse_unsupported(request)
@@ -430,11 +409,13 @@ class CompletionsApi:
             raise invalid_value("stream_options", "it is only allowed with stream: true.")
         kind.check(request)
         check_beams(request)
-        check_prompt_scoring(request)
+        if num_prompt_logprobs(request) is not None:
+            check_prompt_scoring(request)
         limit = self._config.now.max_sequences_per_request
         limit = max(limit, kind.max_prompts(limit))
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
-        num_sequences = kind.num_prompts(request) * max(request.n or 1, request.best_of or 1)
+        num_prompts = count_prompts(request) if isinstance(request, CompletionRequest) else 1
+        num_sequences = num_prompts * max(request.n or 1, request.best_of or 1)
         if num_sequences > limit:
             message = f"prompts times {field} are {num_sequences} sequences: at most {limit} are accepted."
             raise invalid_value("best_of" if field == "best_of" else kind.count_param, message)
@@ -468,6 +449,19 @@ class CompletionsApi:
         )
 
 
+async def _keep(
+    responses: StoredResponses,
+    identity: Identity,
+    request: GenerationFields,
+    head: AnswerHead,
+    form: AnswerForm,
+    usage: Usage,
+) -> None:
+    """Stores an answer of `/v1/responses`."""
+    assert isinstance(request, ResponseChat) and isinstance(form, ResponseForm)
+    await responses.add(identity, head.id, request.items, form.final(usage))
+
+
 def _generation(
     request: R,
     kind: AnswerKind[R],
@@ -479,26 +473,32 @@ def _generation(
     request_id: str,
 ) -> GenerationRequest:
     """What to generate, with the base as model. Raises a 400 for prompts that are too long."""
-    num_logprobs = kind.num_logprobs(request)
+    num_scores = num_prompt_logprobs(request)
 
     @cache  # the only difference between prompts of a request, which may be thousands
     def sampling(max_tokens: int | None) -> SamplingParams:
         return sampling_params(
             request,
             max_tokens=max_tokens,
-            num_logprobs=num_logprobs,
-            vocab_size=gang.vocab_size,
+            num_logprobs=tokens.num_logprobs,
+            num_prompt_logprobs=num_scores,
+            gang=gang,
             rules=rules,
             grammar=grammar,
             pooling=tokens.pooling,
         )
 
-    prompts = []
+    prompts, default_tokens = [], kind.default_tokens
+    if default_tokens is None and (default := gang.sampling_defaults.get("max_tokens")) is not None:
+        default_tokens = int(default)
     for token_ids in tokens.token_lists:
-        max_tokens = kind.max_tokens(request, gang.max_model_len - len(token_ids))
+        max_tokens = tokens.max_tokens
+        if max_tokens is None and default_tokens is not None:
+            max_tokens = max(min(default_tokens, gang.max_model_len - len(token_ids)), 1)
         check_length(len(token_ids), max_tokens, gang, prompt_param=kind.prompt_param)
         prompts.append(Prompt(token_ids, sampling(max_tokens)))
-    check_num_scores(request, tokens.token_lists)
+    if num_scores is not None:
+        check_num_scores(request, num_scores, tokens.token_lists)
     generation = GenerationRequest(
         prompts=prompts,
         n=request.n or 1,
@@ -515,10 +515,11 @@ def _generation(
         ),
         keep_token_ids=bool(request.return_token_ids),
         keep_logprobs=prompts[0].sampling.num_logprobs is not None,
-        beams=beam_rules(request, prompts, gang),
+        beams=beam_rules(request, prompts, gang) if request.use_beam_search else (),
         request_id=request_id,
-        # A tenant shares no KV with a deleted one of the same name, whatever salt either of them gives.
-        cache_salt=f"{identity.tenant.incarnation}:{request.cache_salt or ''}",
+        # A tenant shares no KV with a deleted one of the same name, whatever salt either of them gives. Its own number
+        # is that of its predecessors: it is not ending, or its request would not be here.
+        cache_salt=f"{identity.tenant.num_ended}:{request.cache_salt or ''}",
         timeout_s=request.timeout,
         weight=identity.tenant.weight,
         priority=request.priority or 0,

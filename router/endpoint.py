@@ -1,15 +1,21 @@
-"""One route as an ASGI app: authenticates, decodes the body, calls the handler, sends errors. And CORS."""
+"""One route: its paths, and an ASGI app that authenticates, decodes the body, calls the handler and sends errors.
+
+And CORS.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable
 from typing import Any, Final
+from urllib.parse import unquote
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from ..adapters.errors import AdapterError, RegistryUnavailable
@@ -20,6 +26,7 @@ from .http.auth import Authenticates
 from .http.errors import ApiError, from_adapter_error, internal_error
 from .http.route import Answer, RouteSpec
 from .metrics import Metrics
+from .openai.chat_fields import renamed
 from .openai.generation_response import CLIENT_CLOSED_REQUEST
 
 # CORS: the origins whose pages may read answers in a browser.
@@ -77,18 +84,18 @@ class RegistryOutages:
 
     def __init__(self, is_unreachable: Callable[[], bool]) -> None:
         self._is_unreachable = is_unreachable
-        self._tenant_ids: set[str] = set()
+        self._tenants: set[str] = set()
 
-    def check(self, tenant_id: str) -> None:
+    def check(self, tenant: str) -> None:
         """Raises RegistryUnavailable if a request of the tenant has waited in vain during this outage."""
         if not self._is_unreachable():
-            self._tenant_ids.clear()
-        elif tenant_id in self._tenant_ids:
+            self._tenants.clear()
+        elif tenant in self._tenants:
             raise RegistryUnavailable("the registry cannot be reached: try again in a moment")
 
-    def add(self, tenant_id: str) -> None:
+    def add(self, tenant: str) -> None:
         """A request of the tenant has waited in vain."""
-        self._tenant_ids.add(tenant_id)
+        self._tenants.add(tenant)
 
 
 class Endpoint:
@@ -140,14 +147,32 @@ class Endpoint:
             self._access_log.write(record, status_code)
 
     async def _answer(self, request: Request, record: RequestRecord) -> Answer:
+        """Authenticates before anything of the body is read. Errors name fields as the client does."""
+        arguments: list[Any] = [request]
+        tenant = ""  # the operators
         refusal: ApiError | None
         try:
-            return await self._handle(request)
+            if self._route.scope == "operator":
+                self._authenticator.check_operator(request)
+            elif self._route.scope != "public":
+                identity = self._authenticator.identify(request, self._route.scope)
+                arguments.append(identity)
+                tenant = identity.name
+            if self._needs_registry:
+                self._outages.check(tenant)
+            if self._body is not None:
+                arguments.append(await small_body(request, self._body))
+            result = await self._route.handler(*arguments)
+            if isinstance(result, msgspec.Struct):
+                return Response(msgspec.json.encode(result), self._status_code, self._headers, "application/json")
+            return result
         except ApiError as error:
-            refusal = error
+            refusal = renamed(error, self._route.names)
         except ClientDisconnect:
             raise
         except Exception as error:
+            if isinstance(error, RegistryUnavailable):
+                self._outages.add(tenant)
             refusal = from_adapter_error(error) if isinstance(error, AdapterError) else None
             if refusal is None:
                 _log.exception("a request failed", extra=record.tags)
@@ -156,25 +181,32 @@ class Endpoint:
         record.error = refusal.detail.code or ""
         return self._route.refusal(refusal)
 
-    async def _handle(self, request: Request) -> Answer:
-        """Authenticates before anything of the body is read."""
-        arguments: list[Any] = [request]
-        tenant_id = ""  # of the operators
-        if self._route.scope == "operator":
-            self._authenticator.check_operator(request)
-        elif self._route.scope != "public":
-            identity = self._authenticator.identify(request, self._route.scope)
-            arguments.append(identity)
-            tenant_id = identity.tenant.tenant_id
-        if self._needs_registry:
-            self._outages.check(tenant_id)
-        if self._body is not None:
-            arguments.append(await small_body(request, self._body))
-        try:
-            result = await self._route.handler(*arguments)
-        except RegistryUnavailable:
-            self._outages.add(tenant_id)
-            raise
-        if isinstance(result, msgspec.Struct):
-            return Response(msgspec.json.encode(result), self._status_code, self._headers, "application/json")
-        return result
+
+# The paths of a route.
+
+_SLASH: Final = re.compile("%2f", re.IGNORECASE)
+_IN_NAME: Final = "\0"  # replaces the slash of a name while paths are matched
+# A user's private adapter is `~user/name`; possessive, so that "~user" alone is never taken for a name.
+_NAME: Final = r"(?P<name>(?:~[^/\0]*/)?+[^/]+)"
+
+
+class EndpointRoute(Route):
+    """Serves its path with a slash at the end, too: behind a proxy that ends TLS a redirect would lead to http://."""
+
+    def __init__(self, path: str, endpoint: Endpoint, methods: list[str]) -> None:
+        super().__init__(path, endpoint, methods=methods)
+        self.path_regex = re.compile(self.path_regex.pattern.replace("(?P<name>[^/]+)", _NAME))
+        if not path.endswith(("/", ":path}")):
+            self.path_regex = re.compile(f"{self.path_regex.pattern.removesuffix('$')}/?$")
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """A slash that is sent as %2F does not separate path segments: it belongs to a name, as in `org%2Fname`."""
+        raw: bytes = scope.get("raw_path") or b""
+        if b"%2f" not in raw.lower():
+            return super().matches(scope)
+        path = unquote(_SLASH.sub(_IN_NAME, raw.decode("latin-1")))
+        match, child_scope = super().matches({**scope, "path": path})
+        if match is not Match.NONE:
+            params = {name: str(value).replace(_IN_NAME, "/") for name, value in child_scope["path_params"].items()}
+            child_scope = {**child_scope, "path_params": params}
+        return match, child_scope

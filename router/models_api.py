@@ -16,8 +16,9 @@ from starlette.responses import Response
 
 from .. import __version__
 from ..adapters.adapter import AdapterVersion
+from ..adapters.names import split_selector
 from ..adapters.registry.registry_view import RegistryView
-from .base_model import BaseModel, resolved
+from ..adapters.registry.versions.rollout import selected
 from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import BodyRequest, max_body_bytes, refuse_unsupported
 from .config import CurrentConfig
@@ -32,6 +33,7 @@ from .openai.chat_prompt import chat_prompt
 from .openai.request_schema import DetokenizeAnswer, DetokenizeRequest, ServerVersion, TokenizeAnswer, TokenizeRequest
 from .openai.sampling_params import check_num_tokens, check_text, check_token_ids, num_kept
 from .text.text import TextService
+from .versions.version_choice import BaseModel
 
 OWNER_OF_BASE = "motet"
 _name = attrgetter("name")
@@ -81,7 +83,10 @@ class ModelsApi:
         if name == self._base.name:
             model = self._base_model()
         else:
-            version = await resolved(self._view, identity, name)
+            version = await self._base.adapter(identity, name)
+            _, selector = split_selector(name)
+            if version is not None and selector is not None:
+                version = selected(version, selector)
             if version is None:
                 raise model_not_found(name)
             model = structs.replace(self._adapter_model(version), id=name)
@@ -140,7 +145,7 @@ class TokenizeApi:
         async with self._open(http, identity, TokenizeRequest) as request:
             await self._check_model(http, identity, request.model)
             refuse_unsupported(request)
-            gang, text = self._base.gang(), self._text.of(identity.name)
+            gang, text = await self._base.gang(), self._text.of(identity.name)
             if request.prompt is None and not request.messages:
                 raise invalid_value("prompt", "a prompt or messages are needed.")
             if request.prompt is None:
@@ -148,9 +153,11 @@ class TokenizeApi:
             elif request.messages:
                 raise invalid_value("prompt", "it cannot be combined with messages.")
             else:
-                limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
-                if limit is None:
+                limit = None
+                if request.truncate_prompt_tokens is None:
                     check_text(request.prompt, text, gang, "prompt")
+                else:
+                    limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
                 add_special_tokens = request.add_special_tokens is not False
                 token_ids = await text.encode(request.prompt, add_special_tokens=add_special_tokens, limit=limit)
         answer = bytearray(_encode({"count": len(token_ids), "max_model_len": gang.max_model_len})[:-1])
@@ -174,7 +181,7 @@ class TokenizeApi:
         """The text, including that of special tokens."""
         async with self._open(http, identity, DetokenizeRequest) as request:
             await self._check_model(http, identity, request.model)
-            gang = self._base.gang()
+            gang = await self._base.gang()
             check_num_tokens(len(request.tokens), gang, "tokens")
             check_token_ids(request.tokens, gang.vocab_size, "tokens")
             tokens = [request.tokens]
@@ -193,7 +200,6 @@ class TokenizeApi:
         if model:
             await self._base.adapter(identity, model)
             record_of(http.scope).model = model
-        await self._base.wait_for_first_gang()
 
 
 async def _listed(token_ids: Sequence[int], text: TextService | None = None) -> bytes:

@@ -18,7 +18,6 @@ from ..adapters.registry.launches import StartReport
 from ..adapters.registry.registry_view import RegistryView
 from ..workers.wire.engine_load import EngineLoad
 from ..workers.wire.messages import GangInfo
-from .base_model import BaseModel
 from .config import CurrentConfig
 from .exposition.families import (
     MetricsTarget,
@@ -33,6 +32,7 @@ from .fleet.dispatch import Dispatcher, probe
 from .http.errors import unavailable
 from .http.route import route
 from .metrics import Metrics
+from .versions.version_choice import BaseModel
 
 # Whether this router can serve tokens: it can if it has served one a moment ago.
 

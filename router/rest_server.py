@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final, get_args
-from urllib.parse import unquote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import Scope
 
 from ..adapters.registry.administration.administration import Administration
 from ..adapters.registry.preloads import Preloads
@@ -22,13 +18,12 @@ from ..adapters.registry.registry_view import RegistryView
 from ..adapters.upload import UploadService
 from .administration.keys_api import KeysApi
 from .administration.tenants_api import LimitsApi, TenantsApi, UsersApi
-from .base_model import BaseModel
 from .batches.batches import Batches
 from .batches.schema import Endpoint as LineRoute
 from .bodies.body_reader import BodyReader
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
-from .endpoint import Cors, Endpoint, RegistryOutages
+from .endpoint import Cors, Endpoint, EndpointRoute, RegistryOutages
 from .exposition.families import MetricsTarget
 from .fleet.dispatch import Dispatcher
 from .fleet.pin_keeper import PinKeeper
@@ -48,12 +43,9 @@ from .uploads.lora_adapters_api import LoraAdaptersApi
 from .versions.canary_book import CanaryBook
 from .versions.residency_api import PinApi, PreloadApi, Preloader, ResidencyApi
 from .versions.shadow_sender import ShadowSender
+from .versions.version_choice import BaseModel
 from .versions.versions_api import TrialsApi, VersionsApi
 
-_SLASH: Final = re.compile("%2f", re.IGNORECASE)
-_IN_NAME: Final = "\0"  # replaces the slash of a name while paths are matched
-# A user's private adapter is `~user/name`; possessive, so that "~user" alone is never taken for a name.
-_NAME: Final = r"(?P<name>(?:~[^/\0]*/)?+[^/]+)"
 UNKNOWN_ROUTE: Final = "unknown"  # in the metrics: what clients ask for must not make labels
 
 
@@ -135,7 +127,7 @@ def create_app(
     app.state.routes = openapi.all_routes
     for route in openapi.all_routes:
         endpoint = Endpoint(route, authenticator, metrics, access_log, cors, outages)
-        app.router.routes.append(_Route(route.path, endpoint, methods=[route.method]))
+        app.router.routes.append(EndpointRoute(route.path, endpoint, methods=[route.method]))
     if batches is not None:
         lines = [
             replace(spec, method="BATCH") for spec in routes if spec.path in get_args(LineRoute) and spec.reads_body
@@ -147,28 +139,6 @@ def create_app(
     app.add_exception_handler(HTTPException, partial(_no_route, metrics, access_log, cors))
     app.add_exception_handler(Exception, partial(_internal, metrics))
     return app
-
-
-class _Route(Route):
-    """Serves its path with a slash at the end, too: behind a proxy that ends TLS a redirect would lead to http://."""
-
-    def __init__(self, path: str, endpoint: Endpoint, methods: list[str]) -> None:
-        super().__init__(path, endpoint, methods=methods)
-        self.path_regex = re.compile(self.path_regex.pattern.replace("(?P<name>[^/]+)", _NAME))
-        if not path.endswith(("/", ":path}")):
-            self.path_regex = re.compile(f"{self.path_regex.pattern.removesuffix('$')}/?$")
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """A slash that is sent as %2F does not separate path segments: it belongs to a name, as in `org%2Fname`."""
-        raw: bytes = scope.get("raw_path") or b""
-        if b"%2f" not in raw.lower():
-            return super().matches(scope)
-        path = unquote(_SLASH.sub(_IN_NAME, raw.decode("latin-1")))
-        match, child_scope = super().matches({**scope, "path": path})
-        if match is not Match.NONE:
-            params = {name: str(value).replace(_IN_NAME, "/") for name, value in child_scope["path_params"].items()}
-            child_scope = {**child_scope, "path_params": params}
-        return match, child_scope
 
 
 async def _no_route(

@@ -20,53 +20,10 @@ from .wire.messages import (
     Outdated,
     ResidencyChange,
     SequenceError,
-    SequenceRequest,
     SequenceUpdate,
     SequenceUsage,
     Submit,
 )
-
-# The plan that follows the running one, so that workers need not wait for the leader between two steps.
-
-
-class PlanAhead:
-    """One plan at most: made while the plan before it is executed, settled with that one's result, and taken.
-
-    When it is made, the tokens of the plan before it are not known, nor which sequences they end. The idea is
-    NanoFlow's (arXiv 2408.12757).
-    """
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self._plan: StepPlan | None = None
-
-    @property
-    def has_plan(self) -> bool:
-        return self._plan is not None
-
-    def make(self) -> None:
-        assert self._plan is None
-        self._plan = self._scheduler.schedule()
-
-    def settle(self, result: StepResult | None) -> StepPlan | None:
-        """Completes the plan with the result of the one before it, which is committed afterwards.
-
-        None: there is no result yet, and the device feeds its tokens to the plan. Returns the plan to execute now;
-        None: none was made, or it is empty.
-        """
-        if self._plan is not None:
-            plan = self._scheduler.settle(self._plan, result)
-            has_anything = bool(plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
-            if not has_anything:
-                self._scheduler.drop(plan)
-            self._plan = plan if has_anything else None
-        return self._plan
-
-    def take(self) -> StepPlan | None:
-        """The plan, which is settled and being executed; None: there is none."""
-        plan, self._plan = self._plan, None
-        return plan
-
 
 # How late in a step the next plan can be made, learnt from how steps went.
 
@@ -124,7 +81,10 @@ class Engine:
         """`overlaps`: the next plan is made while a step runs."""
         self._scheduler, self.executor, self.info = scheduler, executor, info
         self._overlaps = overlaps
-        self._ahead = PlanAhead(scheduler)
+        # The plan that follows the running one, so that workers need not wait for the leader between two steps. It is
+        # made while that one is executed (NanoFlow's idea, arXiv 2408.12757), when neither its tokens are known,
+        # nor which sequences they end.
+        self._ahead: StepPlan | None = None
         self._pacing = StepPacing(clock)
         self._ended: list[SequenceUpdate] = []  # last updates of sequences that ended between two steps
         self.waits = False  # the last step found nothing to compute: its sequences wait for copies under way
@@ -132,8 +92,11 @@ class Engine:
     def receive(self, message: EngineMessage) -> None:
         """Passes a message to its owner. The next step returns the updates that follow from it."""
         match message:
-            case Submit(request):
-                self._submit(request)
+            case Submit(request):  # one that can never be served gets an update with an error at the next step
+                seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
+                error = self._scheduler.add(request, seed)
+                if error is not None:
+                    self._ended.append(SequenceUpdate(request.sequence_id, error=error, usage=request.usage))
             case Cancel(sequence_id):
                 self._end(sequence_id, self._scheduler.cancel(sequence_id), CANCELLED)
             case End(sequence_id, error):
@@ -142,20 +105,12 @@ class Engine:
                 self._end(sequence_id, self._scheduler.cancel_waiting(sequence_id), error)
             case Outdated(digest):
                 self._scheduler.memory.outdate(digest)
-                self._scheduler.host_updates.outdate(digest)
             case PinChanges(changes):
-                self._scheduler.host_updates.pin(changes)
+                self._scheduler.memory.pin(changes)
             case ServedElsewhere(totals):
                 self._scheduler.counters.charge_elsewhere(totals)
             case TokenInterval(setting):
                 self._scheduler.token_interval_s = token_interval_of(setting, self.info.device)
-
-    def _submit(self, request: SequenceRequest) -> None:
-        """Queues a sequence. One that can never be served gets an update with an error at the next step."""
-        seed = secrets.randbits(63) if request.sampling.seed is None else request.sampling.seed
-        error = self._scheduler.add(request, seed)
-        if error is not None:
-            self._ended.append(SequenceUpdate(request.sequence_id, error=error, usage=request.usage))
 
     def _end(self, sequence_id: int, usage: SequenceUsage | None, error: SequenceError) -> None:
         """Reports the end of a sequence with the next step, unless it was unknown."""
@@ -167,14 +122,14 @@ class Engine:
         return self._scheduler.take_shares(max_tenants)
 
     def has_work(self) -> bool:
-        return bool(self._ended) or self._ahead.has_plan or self._scheduler.has_work()
+        return bool(self._ended or self._ahead) or self._scheduler.has_work()
 
     def spare_s(self) -> float:
         """For how long the next plan can still wait, so that requests that arrive meanwhile are in it.
 
         0 unless the scheduler is in latency mode: a busy CPU wakes a thread late, which costs a little.
         """
-        return self._pacing.spare_s if self._ahead.has_plan and self._scheduler.latency_mode.is_on else 0.0
+        return self._pacing.spare_s if self._ahead and self._scheduler.latency_mode.is_on else 0.0
 
     def step(self) -> list[SequenceUpdate]:
         """One iteration: schedule → execute → commit. Returns the updates for the sequences' owners.
@@ -183,21 +138,36 @@ class Engine:
         made ahead is being executed already, and there is nothing to schedule. If the device feeds tokens to the next
         step, that begins before the tokens are known, so the device never waits for the host.
         """
-        ended, self._ended = [*self._ended, *self._scheduler.take_grammars()], []
-        plan_made_ahead = self._ahead.take()
+        ended, self._ended = self._ended, []
+        if self._scheduler.num_constrained:
+            ended += self._scheduler.take_grammars()
+        plan_made_ahead, self._ahead = self._ahead, None
         plan = plan_made_ahead or self._begin(self._scheduler.schedule())
         if self._overlaps and plan.sequences:
-            self._ahead.make()
+            self._ahead = self._scheduler.schedule()
         feeds = self.executor.feeds_tokens
-        if feeds and (following := self._ahead.settle(None)) is not None:
-            self._begin(following)
+        if feeds and self._ahead is not None:
+            self._settle(self._ahead, None)
         result = self._finish(plan)
-        if not feeds and (following := self._ahead.settle(result)) is not None:
-            self._begin(following)
+        if not feeds and self._ahead is not None:
+            self._settle(self._ahead, result)
         # A plan made ahead could not use what the step before it freed: another plan may find more to do.
         found_something = bool(plan.sequences or result.loaded or result.failed or result.moved)
         self.waits = plan_made_ahead is None and not found_something and not self._scheduler.is_clearing
         return ended + self._scheduler.commit(plan, result)
+
+    def _settle(self, plan: StepPlan, result: StepResult | None) -> None:
+        """Completes and begins the plan that was made ahead, or drops it if it is empty.
+
+        `result`: of the plan before it, which is committed afterwards. None: there is none yet, and the device feeds
+        the tokens to this one.
+        """
+        plan = self._scheduler.settle(plan, result)
+        if plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies:
+            self._ahead = self._begin(plan)
+        else:
+            self._scheduler.drop(plan)
+            self._ahead = None
 
     def _begin(self, plan: StepPlan) -> StepPlan:
         self._pacing.begin(self._scheduler.expected_s(plan))

@@ -36,9 +36,8 @@ from .models.sharding import ModelSharding
 from .models.stored_tensor import folder_lacks_head
 from .models.weights import Progress
 from .parallel import Alone
-from .scheduling.request_limits import GangLimits
 from .scheduling.scheduler import Scheduler
-from .window_pages import kept_window
+from .window_pages import GangLimits, kept_window
 from .wire.messages import GangInfo
 from .worker import WorkerSettings
 from .worker_builder import build_executor, tier_sizes

@@ -1,4 +1,4 @@
-"""How many pages of a sequence's KV are needed at once, where layers see a window of its newest tokens."""
+"""A gang's limits, and how many pages of KV a sequence needs at once, also where layers see a window of its tokens."""
 
 from __future__ import annotations
 
@@ -84,3 +84,41 @@ def most_pages(
     if full_layers is not None:
         num_seen += num_pages // full_layers.num_blocks + full_layers.num_blocks
     return min(num_pages, num_seen)
+
+
+@dataclass(frozen=True)
+class GangLimits:
+    """Limits of one gang and of one step."""
+
+    max_model_len: int  # tokens
+    vocab_size: int
+    block_size: int  # tokens a page
+    num_pages: int
+    max_tokens_per_step: int
+    max_num_sequences: int
+    window: int | None = None  # newest tokens whose pages a sequence keeps (`kept_window`); None: all
+    full_layers: FullLayers | None = None  # with a window: layers that see all tokens nevertheless; None: none does
+    has_head: bool = True  # False: the base was saved without its head, and makes embeddings alone
+
+    def num_unseen_pages(self, num_tokens: int) -> int:
+        """The first pages of a sequence that are not needed whole any more, once so many of its tokens are computed.
+
+        No layer sees them. With full layers: as many of those that only these see as whole dense pages hold.
+        """
+        num_unseen = num_unseen_pages(num_tokens, self.block_size, self.window)
+        return num_unseen if self.full_layers is None else num_unseen - num_unseen % self.full_layers.num_blocks
+
+    def most_pages(self, num_tokens: int) -> int:
+        """The most pages that a sequence of so many tokens holds at once."""
+        if self.window is None:
+            return pages_for(num_tokens, self.block_size)
+        return most_pages(num_tokens, self.block_size, self.window, self.max_tokens_per_step, self.full_layers)
+
+    def needed_pages(self, num_tokens: int) -> int:
+        """Pages of a pool in which a sequence of so many tokens always gets on: a dense page is filled before others
+        are given back for it."""
+        return min(pages_for(num_tokens, self.block_size), self.most_pages(num_tokens) + (self.full_layers is not None))
+
+
+def pages_for(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)

@@ -35,9 +35,9 @@ from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.parallel import Alone
 from motet.workers.plan import Tier
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, SequenceUpdate, Submit
 
 RANK = 16

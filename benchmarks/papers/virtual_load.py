@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Protocol
 
 from motet.workers.plan import SampledToken, StepPlan, StepResult
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.engine_load import EngineGauges
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.memory.page_allocator import IdleOrder
-from motet.workers.memory.paged_memory import PagedMemory
+from motet.workers.memory.paged_memory import AdapterState, PagedMemory
 from motet.workers.wire.messages import AdapterRef
 
 NUM_ADAPTERS, NUM_PAGES = 1000, 100  # an adapter takes one page

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from motet.benchmarks.rigs.instant_executor import InstantExecutor
 from motet.workers.engine import Engine
-from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits, pages_for
 from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, Submit
 
 BLOCK_SIZE = 16

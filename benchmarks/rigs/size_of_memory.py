@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 
-from motet.workers.memory.adapter_cache import AdapterState
-from motet.workers.memory.paged_memory import PagedMemory
+from motet.workers.memory.paged_memory import AdapterState, PagedMemory
 from motet.workers.wire.messages import AdapterRef
 
 PAGES_OF_ADAPTER = 4

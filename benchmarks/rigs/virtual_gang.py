@@ -11,8 +11,8 @@ from motet.workers.costs.replay import VirtualExecutor
 from motet.workers.engine import Engine
 from motet.workers.fairness.tenant_counters import OUTPUT_TOKEN, Scheduling
 from motet.workers.plan import StepPlan
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, GangInfo, SamplingParams, SequenceRequest, Submit
 
 BLOCK_SIZE = 16

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 from motet.cluster.replicas.replica_start import keep_pauses_short
 from motet.workers.plan import HostAdapterStats, MoveEnd, SampledToken, StepPlan, StepResult
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 
 BLOCK_SIZE = 16

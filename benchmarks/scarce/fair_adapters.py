@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, MAX_LEN, VOCAB_SIZE, VirtualGang, Work
 from motet.workers.fairness.tenant_counters import Scheduling
-from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.window_pages import GangLimits
 
 _MAX_TOKENS = 512  # of a step
 _LEAST_ANSWERS, _ENOUGH_ANSWERS = 30, 300  # of a mix drawn by chance: in 6 s, and as far as 60 s are enough

@@ -15,10 +15,9 @@ import random
 import statistics
 
 from motet.workers.plan import MoveEnd, SampledToken, StepPlan, StepResult
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.window_pages import FullLayers
+from motet.workers.window_pages import FullLayers, GangLimits
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
 
 BLOCK_SIZE = 16

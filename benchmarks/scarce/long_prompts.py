@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, MAX_LEN, VOCAB_SIZE, VirtualGang, Work
 from motet.workers.fairness.tenant_counters import Scheduling
-from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.window_pages import GangLimits
 
 _NUM_PAGES = 1000
 _PART = 0.3  # of the pool, that a long prompt takes

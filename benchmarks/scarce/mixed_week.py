@@ -22,8 +22,8 @@ from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, INFO, MAX_LEN, VOCAB_
 from motet.workers.costs.replay import VirtualExecutor
 from motet.workers.engine import Engine
 from motet.workers.plan import SampledToken, StepPlan, StepResult
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, Submit
 
 LOADS = (0.5, 0.9, 1.2, 2.0)  # arrivals over what the gang can serve

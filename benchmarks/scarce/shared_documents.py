@@ -9,8 +9,8 @@ from unittest.mock import patch
 from motet.benchmarks.rigs.virtual_gang import BLOCK_SIZE, MAX_LEN, VOCAB_SIZE, VirtualGang, Work
 from motet.workers.fairness import prompt_budget
 from motet.workers.scheduling.prefix_reuse import PrefixReuse
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.waiting_queue import WaitingQueue
+from motet.workers.window_pages import GangLimits
 
 _DOCUMENT_TOKENS = 2048
 _NUM_PROMPT, _NUM_OUTPUT = _DOCUMENT_TOKENS + 64, 32

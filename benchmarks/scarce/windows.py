@@ -13,8 +13,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 
 from motet.workers.plan import SampledToken, StepPlan, StepResult
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
 
 BLOCK_SIZE, MAX_TOKENS_PER_STEP, ANSWER, NUM_SEQUENCES = 16, 512, 2048, 16

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from ...router.http.request_id import ID_PATTERN, REQUEST_ID_HEADER
+from ...router.http.access_log import ID_PATTERN, REQUEST_ID_HEADER
 from .error_answers import (
     COUNTER,
     HAPROXYS,

@@ -68,8 +68,8 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         SamplingDefaults,
         Setting(
             "What a request that leaves a sampling parameter open gets. model: temperature, top_k, top_p, min_p, "
-            "repetition_penalty and, of chats, max_new_tokens of the model's generation_config.json. openai: nothing of "
-            "that file.",
+            "repetition_penalty and, of chats, max_new_tokens of the model's generation_config.json. openai: nothing "
+            "of that file.",
             "live",
         ),
     ] = "model"

@@ -23,9 +23,9 @@ from starlette.types import Scope as AsgiScope
 from ...adapters.registry.batches.records import BatchRecord
 from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.tenants.records import KeyRecord, Scope
+from ..http.access_log import REQUEST_ID_HEADER
 from ..http.auth import Identity, admitted
 from ..http.errors import unknown_key
-from ..http.request_id import REQUEST_ID_HEADER
 from .batch_files import Line, LineError, LineResponse, Result
 
 _BATCH: Final = "motet.batch"  # in a line's scope, which no client makes
@@ -74,7 +74,7 @@ class LineAuthenticator:
 
 TOTAL_BYTES: Final = 64 << 20  # of all lines of a router, as text that is sent; in memory about twice as much
 MAX_LINE_BYTES: Final = TOTAL_BYTES // 2  # of one answer: a longer one fails
-_ROOM: Final = "motet.line_room"  # in a line's scope, which no client makes
+LINE_ROOM: Final = "motet.line_room"  # a `ReservedRoom` in a line's scope, which no client makes
 
 
 class LineRoom:
@@ -145,17 +145,6 @@ class ReservedRoom:
             self._room.give_back(self._tenant, num_bytes)
 
 
-def with_room(room: ReservedRoom) -> AsgiScope:
-    """What a line's scope has for `room_of`."""
-    return {_ROOM: room}
-
-
-def room_of(scope: AsgiScope) -> ReservedRoom | None:
-    """The room of a batch's line; None: the request is none."""
-    room: ReservedRoom | None = scope.get(_ROOM)
-    return room
-
-
 _TRANSIENT: Final = frozenset({429, 502, 503, 504})  # the same line may be answered later
 _log = logging.getLogger(__name__)
 
@@ -201,7 +190,7 @@ class LineCaller:
             "client": None,
             "server": None,
             **scope_of(batch),
-            **with_room(room),
+            LINE_ROOM: room,
         }
         answer = _Answer(bytes(line.body))
         try:

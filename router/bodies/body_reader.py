@@ -18,7 +18,7 @@ from starlette.requests import Request
 from ...adapters.processes.child_processes import ChildProcesses
 from ..http.access_log import record_of
 from ..http.errors import ApiError, NoSuchResponse
-from ..http.json_body import decode
+from ..http.json_body import decode, unknown_fields
 from ..metrics import Metrics
 from .decode_process import Question, Refusal
 from .request_decoder import (
@@ -81,12 +81,7 @@ class BodyBudget:
         self._max_bytes = max_bytes
         self._max_tenant_bytes = max(1, max_bytes // TENANT_SHARE)
         self._tenant_bytes: Counter[str] = Counter()
-        self._num_held = 0
-
-    @property
-    def num_held(self) -> int:
-        """Bytes of all tenants."""
-        return self._num_held
+        self.num_held = 0  # bytes of all tenants
 
     def take(self, tenant: str, num_bytes: int) -> None:
         """Counts bytes that have arrived. Raises 429, and counts nothing, if they are too many."""
@@ -96,22 +91,22 @@ class BodyBudget:
             raise _full(
                 f"Your requests that are arriving hold {self._tenant_bytes[tenant]} bytes", self._max_tenant_bytes
             )
-        if self._num_held + num_bytes > self._max_bytes:
+        if self.num_held + num_bytes > self._max_bytes:
             raise _full("Requests that are arriving hold this router's memory for them", self._max_bytes)
         self._tenant_bytes[tenant] += num_bytes
-        self._num_held += num_bytes
+        self.num_held += num_bytes
 
     def give_back(self, tenant: str, num_bytes: int) -> None:
         self._tenant_bytes[tenant] -= num_bytes
-        self._num_held -= num_bytes
+        self.num_held -= num_bytes
         if not self._tenant_bytes[tenant]:
             del self._tenant_bytes[tenant]
 
     def check_integrity(self) -> None:
         """Raises AssertionError if bytes are miscounted, or a tenant that holds nothing is remembered."""
-        assert self._num_held == self._tenant_bytes.total()
+        assert self.num_held == self._tenant_bytes.total()
         assert all(0 < num_bytes <= self._max_tenant_bytes for num_bytes in self._tenant_bytes.values())
-        assert self._num_held <= self._max_bytes
+        assert self.num_held <= self._max_bytes
 
 
 def _full(problem: str, limit: int) -> ApiError:
@@ -273,7 +268,7 @@ class BodyReader:
         small = decoder.decode(body.data, conversations)
         assert isinstance(small, kind)
         check_extent(small, context)
-        return small, decoder.unknown_fields(body.data)
+        return small, unknown_fields(body.data, decoder.schema)
 
     async def _receive(self, http: Request, body: _HeldBody, max_bytes: int) -> None:
         loop, pace = asyncio.get_running_loop(), self._pace

@@ -22,7 +22,7 @@ from ..anthropic.message_chat import (
 from ..embeddings import EmbeddingPrompts, EmbeddingsRequest, embedding_prompts
 from ..grammars.response_format import FORM_FIELDS
 from ..http.errors import ApiError, invalid_value, unsupported
-from ..http.json_body import decode, unknown_fields
+from ..http.json_body import decode
 from ..openai.request_schema import (
     ChatMessage,
     ChatRequest,
@@ -320,10 +320,12 @@ class RequestDecoder(Generic[R]):
     """Decodes the bodies of one kind of requests."""
 
     def __init__(self, kind: type[R]) -> None:
-        self._schema, self._translate = _TRANSLATED.get(kind, (kind, _as_it_is))
-        self._is_translated = kind in _TRANSLATED
-        self.max_bytes_on_loop = MAX_TRANSLATED_BYTES_ON_LOOP if self._is_translated else MAX_BYTES_ON_LOOP
-        self._json = msgspec.json.Decoder(self._schema)
+        self.schema: type[Any] = kind  # of the bodies
+        self._translate: Callable[..., Any] | None = None
+        if kind in _TRANSLATED:
+            self.schema, self._translate = _TRANSLATED[kind]
+        self.max_bytes_on_loop = MAX_BYTES_ON_LOOP if self._translate is None else MAX_TRANSLATED_BYTES_ON_LOOP
+        self._json = msgspec.json.Decoder[Any](self.schema)
 
     def decode(self, body: bytes | bytearray, conversations: bytes | None = None) -> R:
         """Raises a 400 for a body that does not fit the schema.
@@ -331,29 +333,19 @@ class RequestDecoder(Generic[R]):
         `conversations`: JSON of the stored responses that it may refer to, for `ResponseChat` alone; see
         `response_chat`.
         """
-        if self._is_translated and body.count(b"{") > MAX_OBJECTS:
+        if self._translate is not None and body.count(b"{") > MAX_OBJECTS:
             raise ApiError(413, f"The request's body has more than {MAX_OBJECTS} objects.", code="request_too_large")
         try:
-            decoded = decode(body, self._json)
-            request: R = (
-                self._translate(decoded)
-                if conversations is None
-                else self._translate(decoded, _decode_stored(conversations))
-            )
+            request: R = decode(body, self._json)
+            if self._translate is not None:
+                stored = () if conversations is None else (_decode_stored(conversations),)
+                request = self._translate(request, *stored)
         except ApiError as error:
             error.is_as_sent = True
             raise
         except RecursionError as error:
             raise ApiError(400, "The request's body is nested too deeply.", code="invalid_json") from error
         return request
-
-    def unknown_fields(self, body: bytes | bytearray) -> list[str]:
-        """Names in a body that was decoded which its schema lacks."""
-        return unknown_fields(body, self._schema)
-
-
-def _as_it_is(request: Any) -> Any:
-    return request
 
 
 # Which fields of a request are refused, because an answer that ignores them would not be the one requested.

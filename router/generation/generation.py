@@ -107,7 +107,8 @@ class Generation:
         None: with no other.
         """
         self.request = request
-        self._turns = (turns or LoopTurns()).of(request.tenant, request.weight)
+        self._loop = turns or LoopTurns()
+        self._turns = self._loop.of(request.tenant, request.weight)
         self.choices = [_choice(request, prompt, text) for prompt in request.prompts for _ in range(request.n)]
         self._dispatcher = dispatcher
         self._text = text
@@ -136,11 +137,12 @@ class Generation:
         source = self._merged() if len(self.choices) > 1 else _numbered(self._streams[0])
         async for index, whole in source:
             choice = self.choices[index]
-            for number, part in enumerate(portions(whole)):
+            is_short = len(whole.token_ids) <= 1 and whole.prompt_scores is None
+            for number, part in enumerate((whole,) if is_short else portions(whole)):
                 if number:
                     await asyncio.sleep(0)
-                if not self._turns.begin():
-                    await self._turns.wait()
+                if not self._loop.begin(self._turns):
+                    await self._loop.wait(self._turns)
                 if choice.finish_reason is not None:
                     break  # after a stop string
                 if part.prompt_scores is not None:
@@ -161,17 +163,28 @@ class Generation:
         raise SequenceFailedError(_LOST)
 
     async def take_turn(self) -> None:
-        """Waits until a piece of work for the answer may hold the event loop: see `TenantTurns`."""
-        if not self._turns.begin():
-            await self._turns.wait()
+        """Waits until a piece of work for the answer may hold the event loop: see `LoopTurns`."""
+        if not self._loop.begin(self._turns):
+            await self._loop.wait(self._turns)
 
     def _take(self, index: int, update: SequenceUpdate) -> Delta:
-        """What the update lets the client see."""
+        """What the update lets the client see; its tokens and their times are counted."""
         num_tokens = self.choices[index].num_tokens
         delta = self._fold(index, update)
         if update.embedding is not None:
             delta = delta._replace(embedding=update.embedding)
-        self._observe(index, self.choices[index].num_tokens - num_tokens, update.computing_s, is_first=num_tokens == 0)
+        now, metrics, is_first = time.perf_counter(), self._metrics, num_tokens == 0
+        elapsed_s = now - self._updated_at[index]
+        if is_first:
+            metrics.first_token_s.observe(elapsed_s)
+            if self.first_token_at is None:
+                self.first_token_at = now
+            if update.computing_s is not None:
+                metrics.queue_wait_s.observe(max(0.0, elapsed_s - update.computing_s))  # two machines' clocks
+        else:
+            metrics.inter_token_s.observe(elapsed_s)
+        self._updated_at[index] = metrics.last_token_at = now
+        metrics.num_completion_tokens += self.choices[index].num_tokens - num_tokens
         return delta
 
     def _take_seen(self, index: int, update: SequenceUpdate) -> SequenceUpdate:
@@ -244,7 +257,7 @@ class Generation:
         of_prompts = (
             usages if n == 1 else [total_usage(usages[start : start + n]) for start in range(0, len(usages), n)]
         )
-        total = total_usage(usages)
+        total = usages[0] if len(usages) == 1 else total_usage(usages)
         # Tokens that were found in the cache count once for a prompt, however many sequences share it.
         num_prompt_tokens = sum(
             max(
@@ -253,6 +266,9 @@ class Generation:
             )
             for prompt, counts in zip(self.request.prompts, of_prompts, strict=False)
         )
+        by_attempt: defaultdict[int, int] = defaultdict(int, {} if self._attempt else {0: 0})
+        for usage in usages:
+            by_attempt[usage.attempt if self._attempt else 0] += usage.num_computed_tokens
         return Progress(
             num_prompt_tokens=num_prompt_tokens,
             num_cached_tokens=num_prompt_tokens - total.num_computed_prompt_tokens,
@@ -260,22 +276,14 @@ class Generation:
             num_recomputed_tokens=total.num_recomputed_tokens,
             kv_page_ms=round(1000 * total.kv_page_s),
             adapter_page_ms=round(1000 * total.adapter_page_s),
-            computed_tokens=self._computed_tokens(usages),
+            computed_tokens=(*sorted(by_attempt.items()),),
         )
-
-    def _computed_tokens(self, usages: Sequence[SequenceUsage]) -> tuple[tuple[int, int], ...]:
-        if not self._attempt:
-            return ((0, sum([usage.num_computed_tokens for usage in usages])),)
-        by_attempt: defaultdict[int, int] = defaultdict(int)
-        for usage in usages:
-            by_attempt[usage.attempt] += usage.num_computed_tokens
-        return (*sorted(by_attempt.items()),)
 
     def _sequence_usage(self, index: int) -> SequenceUsage:
         """As its gang has reported, and as if it had held the same pages from then up to its last token."""
         stream = self._streams[index]
         held_s = 0.0 if stream.usage_at is None else max(0.0, self._updated_at[index] - stream.usage_at)
-        return stream.usage.after(held_s)
+        return stream.usage.after(held_s) if held_s else stream.usage
 
     @property
     def is_reported(self) -> bool:
@@ -306,16 +314,14 @@ class Generation:
     def _mean_logprob(self, index: int) -> float:
         return self._total_logprobs[index] / max(self.choices[index].num_tokens, 1)
 
-    @property
-    def _num_at_once(self) -> int:
-        """Sequences that are submitted, and have not ended."""
-        return len(self._streams) - (len(self.choices) - self._num_unfinished)
-
     async def _submit(self) -> None:
         """As many as may be at gangs now."""
         request, share = self.request, LoopShare()
         max_at_once = len(self.choices) if request.most_at_once is None else request.most_at_once
-        while self._num_sent_prompts < len(request.prompts) and self._num_at_once < max_at_once:
+        while self._num_sent_prompts < len(request.prompts):
+            num_finished = len(self.choices) - self._num_unfinished
+            if len(self._streams) - num_finished >= max_at_once:
+                break
             position, prompt = self._num_sent_prompts, request.prompts[self._num_sent_prompts]
             self._num_sent_prompts += 1
             self._metrics.num_prompt_tokens += len(prompt.token_ids)
@@ -346,7 +352,7 @@ class Generation:
                 await share.pause()
                 continue
             for number in range(request.n):
-                sampling = _seeded(prompt.sampling, number)
+                sampling = _seeded(prompt.sampling, number) if number else prompt.sampling
                 if number and sampling.num_prompt_logprobs is not None:  # the first one's are the others', too
                     sampling = replace(sampling, num_prompt_logprobs=None)
                 has_delivered = self._num_seen[len(self._streams)] > 0
@@ -390,19 +396,6 @@ class Generation:
         """Puts updates of streams into the queue that were submitted since the last time."""
         for index in range(len(self._pumps), len(self._streams)):
             self._pumps.append(asyncio.create_task(_pump(self._streams[index], index, self._queue)))
-
-    def _observe(self, index: int, num_tokens: int, computing_s: float | None, *, is_first: bool) -> None:
-        now = time.perf_counter()
-        metrics = self._metrics
-        elapsed_s = now - self._updated_at[index]
-        histogram = metrics.first_token_s if is_first else metrics.inter_token_s
-        histogram.observe(elapsed_s)
-        if is_first and self.first_token_at is None:
-            self.first_token_at = now
-        if is_first and computing_s is not None:
-            metrics.queue_wait_s.observe(max(0.0, elapsed_s - computing_s))  # two machines' clocks
-        self._updated_at[index] = metrics.last_token_at = now
-        metrics.num_completion_tokens += num_tokens
 
 
 def _choice(request: GenerationRequest, prompt: Prompt, text: TextService) -> Choice:
@@ -457,7 +450,7 @@ async def _pump(stream: SequenceStream, index: int, queue: asyncio.Queue[tuple[i
 
 def _seeded(sampling: SamplingParams, index: int) -> SamplingParams:
     """The sampling of the index-th sequence of a prompt: its seed is the request's plus `index`, modulo 2**64."""
-    if sampling.seed is None or index == 0:
+    if sampling.seed is None:
         return sampling
     half = _NUM_SEEDS // 2
     return replace(sampling, seed=(sampling.seed + index + half) % _NUM_SEEDS - half)

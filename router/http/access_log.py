@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,7 +14,25 @@ from starlette.types import Scope
 
 from ..config import CurrentConfig
 from .json_body import warning_header
-from .request_id import REQUEST_ID_HEADER, request_id_of
+
+# The id of a request: its client's own if that is harmless, else a new one. It is in the answer and in the logs.
+
+REQUEST_ID_HEADER: Final = "x-request-id"
+_RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
+# What UUIDs, ULIDs, base64 and the trace ids of clouds consist of: nothing that ends a line, a header or a quoted text.
+ID_PATTERN: Final = "[A-Za-z0-9._:=+/@~-]{1,128}"
+_GOOD: Final = re.compile(ID_PATTERN)
+
+
+def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The id in the headers of an ASGI scope. A new one if there is none, more than one, or one with odd characters."""
+    request_ids = [value for name, value in headers if name == _RAW_HEADER]
+    if len(request_ids) == 1:
+        text = request_ids[0].decode("latin-1")
+        if _GOOD.fullmatch(text):
+            return text
+    return str(uuid.uuid4())
+
 
 # What is known of one request, for its line in the access log and for lines that are about it.
 #
@@ -20,7 +40,6 @@ from .request_id import REQUEST_ID_HEADER, request_id_of
 # the model, the number of tokens. Nothing in it is content: no prompt, no key, no text of a client's choice but names
 # that the registry knows, and `ignored`, which only the answer contains.
 
-_RAW_HEADER: Final = REQUEST_ID_HEADER.encode()
 _KEY: Final = "motet.request"
 # Of an answer's id these characters are random. Those before them are derived from the prompt.
 NUM_ANSWER_CHARS: Final = 21
@@ -54,9 +73,13 @@ class RequestRecord:
 
     def headers_besides(self, response_headers: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The request's id, a warning, and those of `headers` that are not among an answer's own."""
-        names = {name for name, _ in response_headers} if self.headers else set()
-        warnings = [warning_header(self.ignored)] if self.ignored else []
-        return [self.header, *warnings, *(header for header in self.headers if header[0] not in names)]
+        headers = [self.header]
+        if self.ignored:
+            headers.append(warning_header(self.ignored))
+        if self.headers:
+            names = {name for name, _ in response_headers}
+            headers += [header for header in self.headers if header[0] not in names]
+        return headers
 
     @property
     def tags(self) -> dict[str, Any]:

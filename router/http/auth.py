@@ -49,7 +49,7 @@ class Identity:
     @property
     def sight(self) -> Sight:
         """Which of the tenant's adapters may be seen."""
-        return Sight(self.user, self.is_admin)
+        return Sight(self.key.user, "admin" in self.key.scopes)
 
     def actor(self, request: Request) -> Actor:
         """For the audit log."""

@@ -41,7 +41,11 @@ _SWEEP_S: Final = 1.0
 
 
 class LoopTurns:
-    """Belongs to one event loop."""
+    """Belongs to one event loop.
+
+    >>> if not loop.begin(turns):
+    ...     await loop.wait(turns)
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -67,13 +71,16 @@ class LoopTurns:
             self._total_weight = sum([turns.weight for turns in self._tenants.values()])
         turns = self._all_turns.get(tenant)
         if turns is None:
-            turns = self._all_turns[tenant] = TenantTurns(self, tenant, weight, now)
+            turns = self._all_turns[tenant] = TenantTurns(tenant, weight, now)
         turns.weight = weight
         self._join(turns)
         return turns
 
     def begin(self, turns: TenantTurns) -> bool:
-        """Begins a piece of the tenant's work, unless it must wait: then it returns False, and nothing has begun."""
+        """Begins a piece of the tenant's work, which should take less than `PIECE_S` until the next one begins.
+
+        False: others have their turn first, and `wait` begins the piece.
+        """
         now = self.clock()
         self._charge(now)
         if now - turns.seen_at >= ACTIVE_S:
@@ -144,32 +151,17 @@ class LoopTurns:
 
 
 class TenantTurns:
-    """A tenant's part of the loop's time. `LoopTurns` owns what is written here.
+    """A tenant's part of the loop's time. `LoopTurns` owns what is written here."""
 
-    if not turns.begin():
-        await turns.wait()
-    """
+    __slots__ = ("__weakref__", "mean_s", "recent_s", "seen_at", "tenant", "value", "waiting", "weight")
 
-    __slots__ = ("__weakref__", "_turns", "mean_s", "recent_s", "seen_at", "tenant", "value", "waiting", "weight")
-
-    def __init__(self, turns: LoopTurns, tenant: str, weight: float, now: float) -> None:
-        self._turns, self.tenant, self.weight = turns, tenant, weight
+    def __init__(self, tenant: str, weight: float, now: float) -> None:
+        self.tenant, self.weight = tenant, weight
         self.value = 0.0  # time of the loop, divided by the weight
         self.waiting: deque[asyncio.Future[None]] = deque()  # pieces
         self.mean_s = 0.0  # of a piece
         self.recent_s = 0.0  # of the loop's time that it had had in the last WINDOW_S, about, at `seen_at`
         self.seen_at = now  # when its last piece ended
-
-    def begin(self) -> bool:
-        """Begins a piece of work, which should take less than `PIECE_S` until it ends, waits or begins another one.
-
-        False: others have their turn first: `wait` begins the piece.
-        """
-        return self._turns.begin(self)
-
-    async def wait(self) -> None:
-        """Begins a piece of work when its turn has come."""
-        await self._turns.wait(self)
 
     def left_s(self, now: float) -> float:
         """Of the loop's time that it has had in the last WINDOW_S, about."""

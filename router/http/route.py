@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, Literal, Protocol, TypeVar, get_type_hints
@@ -56,6 +56,7 @@ class RouteSpec:
     headers: dict[str, Any] = field(default_factory=dict)  # types of the request's headers that it obeys
     needs_registry: bool = True  # False: it also works with what the router keeps of the registry
     refusal: Callable[[ApiError], Response] = ApiError.response  # the shape of its errors
+    names: Mapping[str, str] = field(default_factory=dict)  # the client's own of fields in them: see `renamed`
     errors: tuple[str, ...] = ()  # their codes, but for those that follow from the above; see openapi/document.py
 
     @property

@@ -31,10 +31,12 @@ NUM_SEAL_CHARS: Final = 2 * _SEAL_BYTES  # hex
 _PURPOSE: Final = b"motet event id"
 
 
-class EventSealer:
-    """Seals the ids of one answer's events: all of an id but its end is hashed once."""
+class EventIds:
+    """The ids of one answer's events, sealed: all of an id but its end is hashed once."""
 
-    def __init__(self, key: bytes, tenant: str, response_id: str) -> None:
+    def __init__(self, response_id: str, tenant: str, key: bytes) -> None:
+        """`key`: the newest that routers share."""
+        self._head = f"id: {response_id}:"
         self._hasher = blake2b(key=key, digest_size=_SEAL_BYTES, person=_PURPOSE)
         self._hasher.update(f"{len(tenant)}:{tenant}{response_id}:".encode())
 
@@ -44,15 +46,22 @@ class EventSealer:
         ended.update(position.encode())
         return ended.hexdigest()
 
+    def line(self, num_tokens: Sequence[int], suffix: str | int = "") -> bytes:
+        """The line of an event with the position after it."""
+        position = str(num_tokens[0]) if len(num_tokens) == 1 else ".".join(map(str, num_tokens))
+        if suffix != "":
+            position += f"/{suffix}"
+        return f"{self._head}{position}:{self.seal(position)}\n".encode()
+
 
 def is_sealed(seal: str, keys: Sequence[bytes], tenant: str, response_id: str, position: str) -> bool:
     """Whether a router with any of these keys made the seal.
 
-    >>> seal = EventSealer(b"key", "acme", "cmpl-1").seal("5")
+    >>> seal = EventIds("cmpl-1", "acme", b"key").seal("5")
     >>> is_sealed(seal, [b"another", b"key"], "acme", "cmpl-1", "5"), is_sealed(seal, [b"key"], "zoo", "cmpl-1", "5")
     (True, False)
     """
-    seals = [EventSealer(key, tenant, response_id).seal(position) for key in keys]
+    seals = [EventIds(response_id, tenant, key).seal(position) for key in keys]
     return any(hmac.compare_digest(valid_seal, seal) for valid_seal in seals)
 
 
@@ -124,22 +133,6 @@ class StreamPosition:
     has_usage: bool = False
 
 
-class EventIds:
-    """The ids of one answer's events."""
-
-    def __init__(self, response_id: str, tenant: str, key: bytes) -> None:
-        """`key`: the newest that routers share."""
-        self._head = f"id: {response_id}:"
-        self._sealer = EventSealer(key, tenant, response_id)
-
-    def line(self, num_tokens: Sequence[int], suffix: str | int = "") -> bytes:
-        """The line of an event with the position after it."""
-        position = _dotted(num_tokens)
-        if suffix != "":
-            position += f"/{suffix}"
-        return f"{self._head}{position}:{self._sealer.seal(position)}\n".encode()
-
-
 def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosition:
     """The position in a `Last-Event-ID`. Raises a 400 for text that is not an event id of this motet and tenant.
 
@@ -168,7 +161,3 @@ def parse_position(text: str, tenant: str, keys: Sequence[bytes]) -> StreamPosit
 
 def wrong_position(message: str) -> ApiError:
     return invalid_value(LAST_EVENT_ID, message)
-
-
-def _dotted(num_tokens: Sequence[int]) -> str:
-    return str(num_tokens[0]) if len(num_tokens) == 1 else ".".join(map(str, num_tokens))

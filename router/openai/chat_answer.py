@@ -170,6 +170,8 @@ class ChunkForm:
         """`style`: None for one JSON document."""
         self.is_stream = style is not None
         self._shape, self._style, self._generation = shape, style, generation
+        # Of a chunk that shows none: null where the last one shows it.
+        self._no_usage: ChunkUsage = None if style is not None and style.include_usage else UNSET
         self._wholes: dict[int, WholeChoice] = {}  # by the index of the choice
         num_drawn = generation.request.n
         num_answered = generation.request.num_best or num_drawn
@@ -194,29 +196,35 @@ class ChunkForm:
         yield from endings
 
     def opening(self, usage: Usage, *, is_over: bool) -> Iterator[bytes]:
-        position = self._stream.position
+        style = self._style
+        assert style is not None
+        position = style.position
         if position is not None and position.has_usage and not is_over:
             raise wrong_position("it is the end of the answer, and the answer has not ended.")
-        return self._opening(0 if position is None else position.num_openings)
+        return self._opening(style, usage, 0 if position is None else position.num_openings)
 
-    def _opening(self, num_had: int | None) -> Iterator[bytes]:
+    def _opening(self, style: StreamStyle, usage: Usage, num_had: int | None) -> Iterator[bytes]:
         """Drops the events that the client has already received; None: all of them."""
         if num_had is None:
             return
         none_yet = [0] * len(self._generation.choices)
-        chunks = self._shape.opening(self._chunk_usage())
+        chunks = self._shape.opening(usage if style.usage_in_every_chunk else self._no_usage)
         suffixes = [*range(1, len(chunks)), ""]  # the last event needs no suffix: only tokens follow it
         for suffix, chunk in [*zip(suffixes, chunks, strict=False)][num_had:]:
-            yield self._stream.event_ids.line(none_yet, suffix) + _event(chunk)
+            yield style.event_ids.line(none_yet, suffix) + _event(chunk)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         if delta.is_empty:
             return b""
-        line = self._stream.event_ids.line(self._generation.num_tokens)
-        return line + _event(self._shape.chunk(index, delta, self._chunk_usage()))
+        style = self._style
+        assert style is not None
+        usage = self._generation.usage() if style.usage_in_every_chunk else self._no_usage
+        line = style.event_ids.line(self._generation.num_tokens)
+        return line + _event(self._shape.chunk(index, delta, usage))
 
     def ending(self, usage: Usage) -> bytes:
-        style, events = self._stream, b""
+        style, events = self._style, b""
+        assert style is not None
         if style.include_usage and not (style.position is not None and style.position.has_usage):
             events = style.event_ids.line(self._generation.num_tokens, AT_USAGE) + _event(self._shape.closing(usage))
         return events + b"data: [DONE]\n\n"
@@ -227,16 +235,6 @@ class ChunkForm:
 
     def refusal(self, error: ApiError) -> Response:
         return error.response()
-
-    @property
-    def _stream(self) -> StreamStyle:
-        assert self._style is not None
-        return self._style
-
-    def _chunk_usage(self) -> ChunkUsage:
-        if self._stream.usage_in_every_chunk:
-            return self._generation.usage()
-        return None if self._stream.include_usage else UNSET
 
 
 def _event(chunk: msgspec.Struct) -> bytes:
@@ -382,7 +380,7 @@ class ChatAnswer:
             index,
             self._message.delta(index, delta),
             self._logprobs(delta) if delta.logprobs else None,
-            self._message.finish_reason(delta.finish_reason, has_called=delta.has_called),
+            delta.finish_reason and self._message.finish_reason(delta.finish_reason, has_called=delta.has_called),
             delta.token_ids if self._with_token_ids else UNSET,
             UNSET if delta.finish_reason is None else delta.stop_reason,
         )

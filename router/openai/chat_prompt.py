@@ -95,7 +95,9 @@ def _placed(messages: list[dict[str, Any]], forms: TemplateForms) -> list[dict[s
     for group in groups:
         if group.thoughts:
             group.fields = {**group.fields, forms.reasoning: "\n\n".join(group.thoughts)}
-    return [{**group.fields, "content": _joined(group.contents)} for group in groups]
+        content = group.contents[0] if len(group.contents) == 1 else _joined(group.contents)
+        group.fields = {**group.fields, "content": content}
+    return [group.fields for group in groups]
 
 
 @dataclass
@@ -259,22 +261,26 @@ async def chat_prompt(request: ChatRequest, text: TextService, gang: GangInfo) -
         raise invalid_value("continue_final_message", "it cannot be combined with add_generation_prompt: true.")
     begins = not continues if request.add_generation_prompt is None else request.add_generation_prompt
     convert = partial(template_messages, request.messages, text.forms)
+    variables: dict[str, Any] = {}
+    if request.chat_template_kwargs or request.reasoning_effort is not None:
+        variables = template_variables(request, text.forms)
     messages, left_out = convert() if _are_few(request.messages) else await asyncio.to_thread(convert)
     try:
         prompt = await text.render_chat(
             messages,
             add_generation_prompt=begins,
             continue_final_message=continues,
-            arguments=template_variables(request, text.forms),
-            tools=template_tools(request, text.forms),
+            arguments=variables,
+            tools=template_tools(request, text.forms) if request.tools or request.functions else None,
             documents=request.documents,
         )
     except ChatTemplateError as error:
         raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
-    max_tokens = request.max_completion_tokens or request.max_tokens
-    limit = num_kept(request.truncate_prompt_tokens, max_tokens, gang)
-    if limit is None:
+    limit = None
+    if request.truncate_prompt_tokens is None:
         check_text(prompt.text, text, gang, "messages")
+    else:
+        limit = num_kept(request.truncate_prompt_tokens, request.max_completion_tokens or request.max_tokens, gang)
     # The template writes the special tokens itself.
     token_ids = await text.encode_chat(prompt, add_special_tokens=bool(request.add_special_tokens), limit=limit)
     if not token_ids:
@@ -327,7 +333,9 @@ async def completion_prompts(request: CompletionRequest, text: TextService, gang
     await share.pause()
     texts = [(param, prompt) for param, prompt in prompts if isinstance(prompt, str)]
     token_lists = [(param, prompt) for param, prompt in prompts if not isinstance(prompt, str)]
-    limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
+    limit = None
+    if request.truncate_prompt_tokens is not None:
+        limit = num_kept(request.truncate_prompt_tokens, request.max_tokens, gang)
     for _, prompt in texts if limit is None else ():
         check_text(prompt, text, gang, "prompt")
         await share.pause()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -18,7 +18,7 @@ from ..http.errors import context_length_exceeded, invalid_value, unsupported
 from ..text.response_reader import ResponseReader
 from ..text.stop_strings import StopStrings
 from ..text.text import TextService
-from .request_schema import ChatRequest, CompletionRequest, GenerationFields
+from .request_schema import CompletionRequest, GenerationFields
 
 # Checks of a request against the limits of the model: its context and its vocabulary.
 
@@ -50,11 +50,8 @@ def check_length(num_prompt_tokens: int, max_tokens: int | None, gang: GangInfo,
         )
 
 
-def num_kept(num_tokens: int | None, max_tokens: int | None, gang: GangInfo) -> int | None:
-    """How many of a prompt's last tokens are kept. -1: all that leave room for `max_tokens`, or for one token.
-
-    None: all.
-    """
+def num_kept(num_tokens: int, max_tokens: int | None, gang: GangInfo) -> int:
+    """How many of a prompt's last tokens are kept. -1: all that leave room for `max_tokens`, or for one token."""
     if num_tokens == -1:
         return max(1, gang.max_model_len - (1 if max_tokens is None else max_tokens))
     return num_tokens
@@ -121,9 +118,7 @@ def check_beams(request: GenerationFields) -> None:
 
 
 def beam_rules(request: GenerationFields, prompts: list[Prompt], gang: GangInfo) -> list[BeamRules]:
-    """The rules of the search for each prompt; empty: the request does not ask for beams."""
-    if not request.use_beam_search:
-        return []
+    """The rules of the search for each prompt."""
     ends = set(request.stop_token_ids or ())
     if not request.ignore_eos:
         ends.update(gang.eos_token_ids)
@@ -177,14 +172,13 @@ def _with_logprobs(prompt: Prompt) -> Prompt:
 
 
 def thinking_budget(
-    request: ChatRequest, reader: ResponseReader | None, text: TextService
+    num_tokens: int, reader: ResponseReader | None, text: TextService
 ) -> tuple[ThinkingBudget | None, bool]:
     """None: they may go on. And whether what was requested can be held: tokens show where thoughts begin and end.
 
-    `reader`: of the answer, at its begin.
+    `num_tokens`: of all thoughts; below 0: any number. `reader`: of the answer, at its begin.
     """
-    num_tokens = request.thinking_token_budget
-    if num_tokens is None or num_tokens < 0:
+    if num_tokens < 0:
         return None, True
     if reader is None or not reader.reading.format.has_reasoning:
         return None, False
@@ -272,14 +266,14 @@ def num_echoed_logprobs(request: GenerationFields) -> int | None:
 
 def num_prompt_logprobs(request: GenerationFields) -> int | None:
     """Likeliest tokens for each token of the prompt that gangs compute; None: no log-probabilities are needed."""
-    requested = (num_echoed_logprobs(request), request.prompt_logprobs)
-    return max((number for number in requested if number is not None), default=None)
+    echoed, requested = num_echoed_logprobs(request), request.prompt_logprobs
+    if echoed is None or requested is None:
+        return requested if echoed is None else echoed
+    return max(echoed, requested)
 
 
 def check_prompt_scoring(request: GenerationFields) -> None:
-    """Raises a 400 for fields that contradict it."""
-    if num_prompt_logprobs(request) is None:
-        return
+    """Raises a 400 for fields that contradict it, in a request that asks for it."""
     field = "echo" if request.prompt_logprobs is None else "prompt_logprobs"
     if request.stream:
         raise unsupported(field, "log probabilities of the prompt come with a whole answer only: leave stream out.")
@@ -287,11 +281,8 @@ def check_prompt_scoring(request: GenerationFields) -> None:
         raise unsupported(field, "beam search does not compute log probabilities of the prompt: leave it out.")
 
 
-def check_num_scores(request: GenerationFields, token_lists: Sequence[Sequence[int]]) -> None:
-    """Raises a 400 for more of them than an answer may have."""
-    num_top = num_prompt_logprobs(request)
-    if num_top is None:
-        return
+def check_num_scores(request: GenerationFields, num_top: int, token_lists: Sequence[Sequence[int]]) -> None:
+    """Raises a 400 for more of them than an answer may have. `num_top`: likeliest tokens of each."""
     num_values = sum(map(len, token_lists)) * (request.n or 1) * (1 + num_top)
     if num_values > MAX_SCORE_VALUES:
         field = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
@@ -311,31 +302,38 @@ def sampling_params(
     *,
     max_tokens: int | None,
     num_logprobs: int | None,
-    vocab_size: int,
+    num_prompt_logprobs: int | None,
+    gang: GangInfo,
     rules: TokenRules | None = None,
     grammar: str = "",
     pooling: Pooling | None = None,
 ) -> SamplingParams:
-    """The parameters of the first of a prompt's n sequences. Raises a 400 that names the wrong field."""
+    """The parameters of the first of a prompt's n sequences. Raises a 400 that names the wrong field.
+
+    What the request leaves open is as the gang's model says, but for beams, which are not drawn.
+    """
     stop_token_ids = tuple(request.stop_token_ids or ())
-    check_token_ids(stop_token_ids, vocab_size, "stop_token_ids")
+    if stop_token_ids:
+        check_token_ids(stop_token_ids, gang.vocab_size, "stop_token_ids")
     if rules is not None and max_tokens is not None and rules.min_tokens > max_tokens:
         raise invalid_value("min_tokens", f"it is {rules.min_tokens}, and max_tokens is {max_tokens}.")
-    shaping = {name: value for name in _SHAPING if (value := getattr(request, name)) is not None}
-    if request.top_p == 0:  # the likeliest token alone
+    defaults = {} if request.use_beam_search else gang.sampling_defaults
+    shaping: dict[str, Any] = {name: value for name, value in defaults.items() if name in _SHAPING}
+    shaping |= {name: value for name in _SHAPING if (value := getattr(request, name)) is not None}
+    if shaping.get("top_p") == 0:  # the likeliest token alone
         shaping |= {"top_p": 1.0, "top_k": 1}
-    elif request.top_k == -1:
+    elif shaping.get("top_k") == -1:
         shaping["top_k"] = 0
     return SamplingParams(
         **shaping,
         max_tokens=max_tokens,
         seed=request.seed,
-        logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(request.logit_bias, gang.vocab_size) if request.logit_bias else {},
         rules=rules,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         num_logprobs=num_logprobs,
-        num_prompt_logprobs=num_prompt_logprobs(request),
+        num_prompt_logprobs=num_prompt_logprobs,
         grammar=grammar,
         pooling=pooling,
     )

@@ -91,12 +91,24 @@ class Accountant(Protocol):
 Precheck = Callable[[Identity, bool], Sequence[tuple[bytes, bytes]]]
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerAccount:
+    """All accounts of one answer, and the headers that they give it."""
+
+    accounts: Sequence[Account]
+    headers: Sequence[tuple[bytes, bytes]]
+
+    def settle(self, ending: Ending) -> None:
+        """Records the ending. Called once. It does not block, and the record survives a kill of this process."""
+        with ExitStack() as settled:  # all of them, whatever one of them does
+            for account in reversed(self.accounts):
+                settled.callback(account.settle, ending)
+
+
 class Accounts:
     """Several accountants as one: if any refuses an answer, no account stays open."""
 
-    def __init__(
-        self, accountants: Sequence[Accountant], precheck: Precheck = lambda identity, is_resuming: ()
-    ) -> None:
+    def __init__(self, accountants: Sequence[Accountant], precheck: Precheck | None = None) -> None:
         """The accountants are opened in order: put those that refuse most cheaply first.
 
         `precheck` is called before a request is read. It raises ApiError, or returns headers for answers that open no
@@ -105,7 +117,7 @@ class Accounts:
         self._accountants = tuple(accountants)
         self.precheck = precheck
 
-    async def open(self, request: AnswerRequest) -> Account:
+    async def open(self, request: AnswerRequest) -> AnswerAccount:
         accounts: list[Account] = []
         try:
             for accountant in self._accountants:
@@ -123,18 +135,4 @@ class Accounts:
                 with suppress(Exception):
                     account.settle(refused)
             raise
-        return _AllAccounts(accounts)
-
-
-class _AllAccounts:
-    def __init__(self, accounts: Sequence[Account]) -> None:
-        self._accounts = tuple(accounts)
-
-    @property
-    def headers(self) -> Sequence[tuple[bytes, bytes]]:
-        return [header for account in self._accounts for header in account.headers]
-
-    def settle(self, ending: Ending) -> None:
-        with ExitStack() as settled:  # all of them, whatever one of them does
-            for account in reversed(self._accounts):
-                settled.callback(account.settle, ending)
+        return AnswerAccount(accounts, [header for account in accounts for header in account.headers])

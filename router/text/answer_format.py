@@ -254,7 +254,7 @@ class AnswerFormat:
         """How calls begin, if they can be shown while they are generated; None: they are shown once complete."""
         return call_heads(self.template.fields[_CALLS]) if self.has_calls else None
 
-    @property
+    @cached_property
     def num_id_chars(self) -> int:
         """Characters of a call's id. Mistral's chat templates require nine."""
         return 9 if self.family in ("mistral", "mistral-args") else NUM_ID_CHARS

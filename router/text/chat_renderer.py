@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -253,7 +254,9 @@ class ChatRenderer:
     def render(self, messages: Sequence[Message], arguments: Mapping[str, Any], **options: bool) -> RenderedChat:
         """Raises ChatTemplateError, and what the template itself raises. `arguments`: more of the template's."""
         hider = _Hider(self._tokens, self._answer_names)
-        messages, arguments = [hider.message(message) for message in messages], hider.value(arguments, hider.names)
+        messages = [hider.message(message) for message in messages]
+        if arguments:
+            arguments = hider.value(arguments, hider.names)
         text = hider.marks.unescaped(self._apply(messages, **options, **arguments))
         if not hider.has_pieces:
             return RenderedChat(text)
@@ -273,7 +276,7 @@ class ChatRenderer:
         def hide(piece: str) -> str:
             return self._tokens.hide_pieces(piece, marks) if self._tokens.has_pieces(piece) else piece
 
-        copies = [_with_same_role(message, lambda content: _mapped(content, hide)) for message in messages]
+        copies = [_with_same_role(message, hide) for message in messages]
         try:
             strict = marks.unescaped(self._apply(copies, **options, **_mapped(arguments, hide)))
         except TEMPLATE_ERRORS:  # it looks for what is hidden
@@ -301,15 +304,15 @@ class _Hider:
     def message(self, message: Message) -> Message:
         """Roles are a few words that templates compare. Arguments of tools are data, not text of an answer."""
         names = self._answer_names if message.get("role") == _ANSWERER else self.names
-        changed = _with_same_role(message, lambda content: self.value(content, names))
+        changed = _with_same_role(message, partial(self._text, names=names))
         calls = message.get("tool_calls")
         return {**changed, "tool_calls": self.value(calls, self.names)} if calls else changed
 
     def value(self, value: Any, names: frozenset[str]) -> Any:
         """A copy of any value of JSON."""
-        return _mapped(value, lambda text: self._text(text, names))
+        return _mapped(value, partial(self._text, names=names))
 
-    def _text(self, text: str, names: frozenset[str]) -> str:
+    def _text(self, text: str, *, names: frozenset[str]) -> str:
         if not self._tokens.may_hold_names(text):
             return text
         hidden = self._tokens.hide(text, names, self.marks)
@@ -318,9 +321,9 @@ class _Hider:
         return hidden
 
 
-def _with_same_role(message: Message, change: Callable[[Any], Any]) -> Message:
-    """A copy of a message with its fields changed but for the role."""
-    return {field: content if field == "role" else change(content) for field, content in message.items()}
+def _with_same_role(message: Message, change: Callable[[str], str]) -> Message:
+    """A copy of a message with its strings changed but for the role."""
+    return {field: content if field == "role" else _mapped(content, change) for field, content in message.items()}
 
 
 def _mapped(value: Any, change: Callable[[str], str]) -> Any:

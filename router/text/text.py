@@ -119,10 +119,8 @@ class TextService:
         """The token as the vocabulary has it; empty: it has none of this id."""
         return self._backend.id_to_token(token_id) or ""
 
-    def answers_of(self, name: str) -> AnswerFormat | None:
-        """The form of answers with this name of the table. Empty: the model's own, and None where that is not known."""
-        if not name:
-            return self.answer_format
+    def answers_of(self, name: str) -> AnswerFormat:
+        """The form of answers with this name of the table; `answer_format` is the model's own."""
         if name not in self._named_formats:
             self._named_formats[name] = named_format(name)
         return self._named_formats[name]
@@ -166,7 +164,7 @@ class TextService:
     ) -> list[list[int]]:
         """Token ids of clients' texts, the last `limit` of each; off the event loop when they are long together."""
         encode = self._tokens.encode_as_text if self._control_tokens == "nowhere" else self._encode_all
-        work = partial(_last_of_each, encode, texts, limit, add_special_tokens=add_special_tokens)
+        work = _encoding(encode, texts, limit, add_special_tokens=add_special_tokens)
         return await self._done(work, sum(map(len, texts)) <= MAX_CHARS_ON_LOOP)
 
     async def encode_chat(self, chat: RenderedChat, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
@@ -174,7 +172,7 @@ class TextService:
         encode, text = self._encode_all, chat.text
         if chat.aliased is not None:
             encode, text = self._tokens.encode, chat.aliased
-        work = partial(_last_of_each, encode, [text], limit, add_special_tokens=add_special_tokens)
+        work = _encoding(encode, [text], limit, add_special_tokens=add_special_tokens)
         return (await self._done(work, len(text) <= MAX_CHARS_ON_LOOP))[0]
 
     async def decode_all(self, token_lists: Sequence[Sequence[int]], *, skip_special_tokens: bool = True) -> list[str]:
@@ -223,13 +221,10 @@ class TextService:
     def _context(self, prompt_token_ids: Sequence[int]) -> Sequence[int]:
         start = max(len(prompt_token_ids) - NUM_CONTEXT_TOKENS, 0)
         for _ in range(MAX_CONTINUATION_BYTES):  # not inside of a character, which would spoil the bytes after it
-            if start > 0 and self._continues_a_character(prompt_token_ids[start]):
+            raw = self.token_bytes(prompt_token_ids[start]) if start > 0 else b""
+            if raw and raw[0] & 0xC0 == 0x80:
                 start -= 1
         return prompt_token_ids[start:]
-
-    def _continues_a_character(self, token_id: int) -> bool:
-        raw = self.token_bytes(token_id)
-        return bool(raw) and raw[0] & 0xC0 == 0x80
 
     async def render_chat(
         self,
@@ -254,7 +249,7 @@ class TextService:
         lists = {"tools": tools, "documents": documents}
         arguments = {**arguments, **{name: [*entries] for name, entries in lists.items() if entries}}
         work = partial(
-            self._render,
+            self._as_written if self._control_tokens == "everywhere" else self._renderer.render,
             list(messages),
             arguments,
             add_generation_prompt=add_generation_prompt,
@@ -267,12 +262,11 @@ class TextService:
         except TEMPLATE_ERRORS as error:
             raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
 
-    def _render(
+    def _as_written(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], **options: bool
     ) -> RenderedChat:
-        if self._control_tokens == "everywhere":
-            return RenderedChat(self._apply_template(messages, **options, **arguments))
-        return self._renderer.render(messages, arguments, **options)
+        """With control tokens wherever texts of messages name some."""
+        return RenderedChat(self._apply_template(messages, **options, **arguments))
 
     def _apply_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return str(self._templated.apply_chat_template(messages, tokenize=False, **options))
@@ -290,12 +284,15 @@ class TextService:
         return [encoding.ids for encoding in encodings]
 
 
-def _last_of_each(
+def _encoding(
     encode: Callable[..., list[list[int]]], texts: Sequence[str], limit: int | None, *, add_special_tokens: bool
-) -> list[list[int]]:
-    """Cut where they were made: millions of tokens that are not kept would take long to free on the event loop."""
-    token_lists = encode(texts, add_special_tokens=add_special_tokens)
-    return [ids if limit is None else ids[max(len(ids) - limit, 0) :] for ids in token_lists]
+) -> Callable[[], list[list[int]]]:
+    """What makes the tokens of texts, the last `limit` of each.
+
+    They are cut where they were made: millions of tokens that are not kept would take long to free on the event loop.
+    """
+    encode_texts = partial(encode, texts, add_special_tokens=add_special_tokens)
+    return encode_texts if limit is None else lambda: [ids[max(len(ids) - limit, 0) :] for ids in encode_texts()]
 
 
 def _template_of(tokenizer: Any) -> str:

@@ -1,7 +1,11 @@
-"""Which version of an adapter answers a request. It is decided once, and carried to all that depends on it."""
+"""What a request's model means: the base, or an adapter, and which version of it answers.
+
+It is decided once, and carried to all that depends on it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -12,6 +16,7 @@ import msgspec
 from ...adapters.adapter import AdapterVersion
 from ...adapters.names import owner_of, split_selector
 from ...adapters.registry.canary_counts import TrialMember
+from ...adapters.registry.registry_view import RegistryView
 from ...adapters.registry.versions.rollout import (
     Canary,
     Shadow,
@@ -22,14 +27,65 @@ from ...adapters.registry.versions.rollout import (
     version_of,
     versions_of,
 )
-from ...workers.wire.messages import AdapterRef
+from ...workers.wire.messages import AdapterRef, GangInfo
+from ..fleet.dispatch import Dispatcher, probe
 from ..generation.generation import GenerationRequest
 from ..http.auth import Identity
-from ..http.errors import model_not_found
+from ..http.errors import model_not_found, unavailable
 from ..openai.request_schema import ChatRequest, CompletionRequest, GenerationFields
 
 VERSION_HEADER: Final = b"x-motet-version"
 _encode = msgspec.msgpack.Encoder().encode
+
+
+# The base model that this router serves: its limits, and which names in requests mean it or an adapter of it.
+
+
+class BaseModel:
+    """Keeps the facts of the last gang, so that requests can be checked while gangs are replaced."""
+
+    def __init__(self, name: str, dispatcher: Dispatcher, view: RegistryView, *, scales_from_zero: bool) -> None:
+        self.name = name
+        self._scales_from_zero = scales_from_zero
+        self._first_gang = asyncio.Lock()  # requests that wait for the first gang share one probe
+        self._dispatcher = dispatcher
+        self._view = view
+        self._last_gang: GangInfo | None = None
+
+    def known_gang(self) -> GangInfo | None:
+        """Facts of a connected gang, else of the last gang that was connected; None: there has been none."""
+        self._last_gang = self._dispatcher.gang() or self._last_gang
+        return self._last_gang
+
+    async def gang(self) -> GangInfo:
+        """`known_gang`, but raises 503 if no gang has ever been connected.
+
+        Where gangs scale from zero it makes one start first, and waits for it.
+        """
+        if self._scales_from_zero and self.known_gang() is None:
+            async with self._first_gang:
+                if self.known_gang() is None:
+                    problem = await probe(self._dispatcher)
+                    if problem is not None:
+                        raise unavailable(f"No gang of workers is connected yet: {problem}.", "gang_lost")
+        gang = self.known_gang()
+        if gang is None:
+            raise unavailable("No gang of workers is connected yet, try again.", "gang_lost")
+        return gang
+
+    async def adapter(self, identity: Identity, model: str) -> AdapterVersion | None:
+        """The current version of the adapter that a request's `model` names, `name` or `name@…`; None: the base itself.
+
+        Raises 404 for a name that the caller does not see; a version or alias after an @ is ignored.
+        Raises RegistryUnavailable for an adapter that this router does not keep in memory while Redis is away.
+        """
+        if model == self.name:
+            return None
+        name, _ = split_selector(model)
+        current = await self._view.resolve(identity.name, name, identity.sight)
+        if current is None:
+            raise model_not_found(model)
+        return current
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +182,3 @@ def on_adapter(generation: GenerationRequest, version: AdapterVersion, model: st
 
 def adapter_ref(version: AdapterVersion) -> AdapterRef:
     return AdapterRef(version.digest, dict(version.module_ranks))
-
-
-def version_header(version: AdapterVersion) -> tuple[bytes, bytes]:
-    """The answer's header with the version that answered."""
-    return VERSION_HEADER, f"{version.name}@{version.version}".encode()

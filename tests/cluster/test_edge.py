@@ -17,7 +17,7 @@ import pytest
 from ray.serve._private import constants
 
 from motet.cluster.edge.edge_config import CONTROL_HEADERS, HEADERS_TIMEOUT_S, OPEN_ROUTES
-from motet.router.http.request_id import REQUEST_ID_HEADER
+from motet.router.http.access_log import REQUEST_ID_HEADER
 from motet.tests.rigs.edge_front import edge_front, error_of, raw_answer
 from motet.tests.rigs.part_configs import edge_limits
 from motet.tests.rigs.patience import PATIENCE_S

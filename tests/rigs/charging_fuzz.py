@@ -57,7 +57,7 @@ from motet.tests.rigs.inline_redis import InlineRedis
 from motet.tests.rigs.part_configs import admission_config
 from motet.tests.rigs.simulated_gang import TOKEN, SimulatedGang
 from motet.tests.rigs.simulated_network import SimulatedNetwork
-from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.beams import BeamRules
 from motet.workers.wire.messages import AdapterRef, SamplingParams
 from motet.workers.wire.prompt_scores import unpacked_vector

@@ -35,7 +35,7 @@ from motet.router.fleet.known_gang import AdapterTier
 from motet.router.fleet.leader_connection import FaultKind
 from motet.router.fleet.pin_keeper import PinKeeper
 from motet.router.http.route import RouteSpec
-from motet.router.http.stream_position import EventSealer
+from motet.router.http.stream_position import EventIds
 from motet.router.metrics import Metrics
 from motet.router.rest_server import create_app
 from motet.router.tenancy.account import Accountant
@@ -125,7 +125,7 @@ def counts_of(event_id: str) -> str:
 def sealed(answer: str, counts: str, tenant: str = "acme") -> str:
     """The id that a router gives an event at this position; it may be one that no stream comes to."""
     head = answer.partition(":")[0]
-    seal = EventSealer(FakeView.stream_keys[0], tenant, head).seal(counts)
+    seal = EventIds(head, tenant, FakeView.stream_keys[0]).seal(counts)
     return f"{head}:{counts}:{seal}"
 
 
@@ -161,6 +161,7 @@ class FakeDispatcher:
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
     eos_token_ids: tuple[int, ...] = ()  # that it says it has; the stand-in ends with EOS anyway
+    sampling_defaults: dict[str, int | float] = {}
     hidden_size: int = 8
     resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
     tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
@@ -205,6 +206,7 @@ class FakeDispatcher:
             num_threads=1,
             vocab_size=320,
             eos_token_ids=self.eos_token_ids,
+            sampling_defaults=self.sampling_defaults,
             hidden_size=self.hidden_size,
         )
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from motet.workers.decoding.token_counts import PenalisedSequences
 from motet.workers.execution.gang_executor import DeltaDecoder, DeltaEncoder, Execute
-from motet.workers.memory.adapter_cache import AdapterState
+from motet.workers.memory.paged_memory import AdapterState
 from motet.workers.plan import (
     INT32_BYTES,
     AdapterFailure,
@@ -25,9 +25,9 @@ from motet.workers.plan import (
     unpacked,
 )
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
 from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys
 from motet.workers.wire.prompt_scores import PromptScores, packed_vector, row_bytes

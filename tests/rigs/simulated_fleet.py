@@ -11,7 +11,7 @@ from motet.router.fleet.open_sequence import OpenSequence
 from motet.tests.rigs.part_configs import admission_config
 from motet.tests.rigs.simulated_gang import TOKEN, SimulatedGang, token_of
 from motet.tests.rigs.simulated_network import Link, SimulatedNetwork
-from motet.workers.scheduling.request_limits import GangLimits
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
 
 LIMITS = GangLimits(

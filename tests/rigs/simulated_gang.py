@@ -22,8 +22,8 @@ from motet.workers.leader.served_engine import OnStep, StepReport
 from motet.workers.loop import EngineTimes
 from motet.workers.plan import INT32_BYTES, SampledToken, ScorePlan, SequencePlan, StepPlan, StepResult
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import (
     SequenceError,
     SequenceRequest,

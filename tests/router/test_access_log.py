@@ -13,8 +13,7 @@ import pytest
 from starlette.types import Message
 
 from motet.cluster.process_log import JsonLines, TextLines
-from motet.router.http.access_log import LOGGER
-from motet.router.http.request_id import request_id_of
+from motet.router.http.access_log import LOGGER, request_id_of
 from motet.router.text.text import TextService
 from motet.tests.rigs.patience import eventually_in_loop
 from motet.tests.rigs.router_rig import BASE, HEADERS, RouterRig, failing, serving, text_service

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from motet.router import completions_api
-from motet.router.batches.line_call import LineRoom, ReservedRoom
+from motet.router.batches.line_call import LINE_ROOM, LineRoom, ReservedRoom
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
 from motet.tests.rigs.real_front import RealFront, real_front
@@ -133,14 +133,22 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+class AsLine:
+    """Makes a client's requests lines of a batch that have this room."""
+
+    def __init__(self, app: ASGIApp, room: ReservedRoom) -> None:
+        self._app, self._room = app, room
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app({**scope, LINE_ROOM: self._room}, receive, send)
+
+
 @pytest.mark.parametrize("name", LINES)
-async def test_no_answer_is_longer_than_what_is_reserved_for_it(
-    text: TextService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+async def test_no_answer_is_longer_than_what_is_reserved_for_it(text: TextService, tmp_path: Path, name: str) -> None:
     room = LineRoom(1 << 30)
     held = ReservedRoom(room, "acme")
-    monkeypatch.setattr(completions_api, "room_of", lambda scope: held)
     rig = RouterRig(tmp_path, text)
+    rig.app.add_middleware(AsLine, room=held)
     rig.dispatcher.context = 1 << 16
     path, fields = LINES[name]
     for answer in ("the fox ", "\x01", "猫", '"'):

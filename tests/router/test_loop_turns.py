@@ -30,8 +30,8 @@ class Loop:
         turns = self.turns.of(tenant, weight)
         for _ in range(num_pieces):
             began_s = self.now_s
-            if not turns.begin():
-                await turns.wait()
+            if not self.turns.begin(turns):
+                await self.turns.wait(turns)
             if tenant == "light":
                 self.waits_s.append(self.now_s - began_s)
             self.now_s += piece_s
@@ -47,7 +47,7 @@ async def test_a_tenant_that_is_alone_never_waits() -> None:
     loop = Loop()
     turns = loop.turns.of("heavy")
     for _ in range(1000):
-        assert turns.begin()
+        assert loop.turns.begin(turns)
         loop.now_s += 0.01
 
 
@@ -101,7 +101,7 @@ async def test_a_tenant_has_one_share_however_long_its_streams_were_silent() -> 
         loop.turns.of("other")
         assert "heavy" not in loop.turns._tenants
     assert len({*map(id, streams)}) == 1
-    assert streams[0].begin()
+    assert loop.turns.begin(streams[0])
     assert loop.turns._tenants["heavy"] is streams[0]
     assert loop.turns._total_weight == 2
 

@@ -192,3 +192,27 @@ async def test_log_probabilities_may_name_tokens_by_their_ids(rig: RouterRig) ->
     fields: dict[str, Any] = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     logprobs = (await choice_of(rig, "/v1/chat/completions", **fields))["logprobs"]
     assert [token["token"] for token in logprobs["content"]] == ids
+
+
+async def test_what_a_request_leaves_open_is_as_the_model_says(rig: RouterRig) -> None:
+    rig.dispatcher.sampling_defaults = {"temperature": 0.6, "top_k": 20, "min_p": 0.1, "max_tokens": 7}
+
+    async def sampling_of(path: str, **fields: Any) -> tuple[float, int, float, float, int | None]:
+        await choice_of(rig, path, **fields)
+        sampling = rig.dispatcher.submitted[-1].sampling
+        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.max_tokens
+
+    chat = "/v1/chat/completions"
+    assert await sampling_of(chat) == (0.6, 20, 1.0, 0.1, 7)
+    assert await sampling_of(chat, temperature=0, top_k=-1, min_p=0, max_tokens=9) == (0.0, 0, 1.0, 0.0, 9)
+    assert await sampling_of(chat, top_p=0) == (0.6, 1, 1.0, 0.1, 7)
+    assert await sampling_of("/v1/completions") == (0.6, 20, 1.0, 0.1, 16)
+    rig.dispatcher.sampling_defaults = {"top_k": -1, "max_tokens": 10**9}
+    assert await sampling_of(chat) == (1.0, 0, 1.0, 0.0, CONTEXT - len(rig.dispatcher.submitted[-1].prompt_token_ids))
+
+
+async def test_beams_take_nothing_of_the_models_sampling(rig: RouterRig) -> None:
+    rig.dispatcher.sampling_defaults = {"temperature": 0.6, "repetition_penalty": 1.1}
+    await post(rig, use_beam_search=True, n=2, max_tokens=2)
+    sampling = rig.dispatcher.submitted[-1].sampling
+    assert (sampling.temperature, sampling.repetition_penalty) == (1.0, 1.0)

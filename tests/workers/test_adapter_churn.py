@@ -9,9 +9,8 @@ import pytest
 
 from motet.benchmarks.rigs.churn import CHURN, LeastRecent, hit_rate
 from motet.workers.memory import page_allocator
-from motet.workers.memory.adapter_cache import AdapterState
 from motet.workers.memory.page_allocator import IdleOrder, UseCount
-from motet.workers.memory.paged_memory import PagedMemory
+from motet.workers.memory.paged_memory import AdapterState, PagedMemory
 from motet.workers.wire.messages import AdapterRef
 
 NUM_REQUESTS = 12_000

@@ -22,10 +22,9 @@ from motet.tests.rigs.scheduler_rig import (
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.window_pages import FullLayers
+from motet.workers.window_pages import FullLayers, GangLimits, pages_for
 from motet.workers.wire.beams import BeamRound, BeamRules, BeamsSoFar
 from motet.workers.wire.messages import Cancel, SequenceRequest, SequenceUsage
 

@@ -6,9 +6,9 @@ import random
 
 from motet.tests.rigs.scheduler_rig import asking, scheduler
 from motet.workers.plan import MoveEnd, PageMove, SampledToken, StepResult
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits
 
 
 class Copies:

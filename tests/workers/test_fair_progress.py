@@ -20,12 +20,12 @@ from motet.benchmarks.scarce.long_prompts import long_prompts, shares_of_long_an
 from motet.tests.rigs.scheduler_rig import Worker, asking, limits, scheduler
 from motet.tests.workers.test_fair_scheduling import Gang
 from motet.workers.fairness.tenant_counters import CACHED_TOKEN, OUTPUT_TOKEN, SCORED_TOKEN, load_price
-from motet.workers.memory.adapter_cache import AdapterState
+from motet.workers.memory.paged_memory import AdapterState
 from motet.workers.plan import INT32_BYTES
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.running_sequences import PlannedChunk
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import SamplingParams
 
 BLOCK_SIZE = 4

@@ -21,8 +21,8 @@ from motet.workers.fairness.prompt_budget import Rank, may_grow_over, should_pre
 from motet.workers.fairness.tenant_counters import CACHED_TOKEN, OUTPUT_TOKEN, Scheduling
 from motet.workers.memory import prefix_cache
 from motet.workers.plan import StepPlan, StepResult
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import Cancel, SamplingParams, SequenceRequest
 
 

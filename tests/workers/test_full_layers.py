@@ -13,10 +13,9 @@ from motet.kernels.pages import copy_slabs
 from motet.tests.rigs.scheduler_rig import Worker, asking, run, scheduler
 from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
 from motet.workers.scheduling.growing_sequence import GrowingSequence
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.window_pages import FullLayers
+from motet.workers.window_pages import FullLayers, GangLimits
 from motet.workers.wire.page_keys import dense_key, first_link, next_keys
 
 WINDOW, BLOCK, BUDGET = 10, 4, 8

@@ -24,8 +24,8 @@ from motet.workers.scheduling.page_reserve import (
     margin,
     survival,
 )
-from motet.workers.scheduling.request_limits import GangLimits, pages_for
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits, pages_for
 
 
 def ending(plan: StepPlan, lengths: dict[int, int]) -> StepResult:

@@ -16,9 +16,9 @@ from motet.tests.workers.test_scheduling_cost import PagesWithCalls, gang, num_c
 from motet.workers.fairness.prompt_budget import PrefixHere, PromptBursts, most_passed_over, to_promote
 from motet.workers.fairness.tenant_counters import Scheduling, TenantCounter
 from motet.workers.scheduling.growing_sequence import ARRIVAL_STEP, GrowingSequence
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.waiting_queue import WaitingQueue
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.page_keys import first_link, next_keys
 
 

@@ -7,86 +7,89 @@ import pytest
 
 from motet.tests.rigs.scheduler_rig import FeedingExecutor, Worker, WorkerExecutor, limits, request, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
-from motet.workers.engine import Engine, PlanAhead
-from motet.workers.plan import PageCopy, StepResult
+from motet.workers.engine import Engine
+from motet.workers.plan import PageCopy, StepPlan, StepResult
+
+
+class Ahead:
+    """An engine whose plans the test makes and executes."""
+
+    def __init__(self) -> None:
+        self.s, self.worker = scheduler(limits(8)), Worker(limits(8))
+        self.engine = Engine(self.s, FeedingExecutor(self.worker), INFO)
+
+    def settle(self, plan: StepPlan, result: StepResult) -> StepPlan | None:
+        """The plan as it begins; None: it was dropped."""
+        self.engine._settle(plan, result)
+        return self.engine._ahead
 
 
 def test_its_tokens_are_those_that_the_plan_before_chooses() -> None:
-    s, worker = scheduler(limits(8)), Worker(limits(8))
-    ahead = PlanAhead(s)
+    ahead = Ahead()
+    s, worker = ahead.s, ahead.worker
     s.add(request(1, num_prompt=3, max_tokens=4), 0)
-    plan = s.schedule()
-    ahead.make()
-    assert ahead.has_plan
+    plan, following = s.schedule(), s.schedule()
     result = worker.execute(plan)
     token = result.tokens[1]
     assert token is not None
-    settled = ahead.settle(result)
+    settled = ahead.settle(following, result)
     assert settled is not None
     assert [(part.token_ids, part.start) for part in settled.sequences] == [((token.token_id,), 3)]
     s.commit(plan, result)
-    assert ahead.take() is settled
-    assert ahead.take() is None
-    assert not ahead.has_plan
+    assert ahead.engine.has_work()
     s.commit(settled, worker.execute(settled))
     s.check_integrity()
 
 
 def test_nothing_is_left_of_it_when_all_its_sequences_end() -> None:
-    s, worker = scheduler(limits(8)), Worker(limits(8))
-    ahead = PlanAhead(s)
+    ahead = Ahead()
+    s = ahead.s
     s.add(request(1, num_prompt=3, max_tokens=9, stop_token_ids=(0,)), 0)  # the worker's first token is 0
-    plan = s.schedule()
-    ahead.make()
-    result = worker.execute(plan)
-    assert ahead.settle(result) is None
-    assert ahead.take() is None
+    plan, following = s.schedule(), s.schedule()
+    result = ahead.worker.execute(plan)
+    assert ahead.settle(following, result) is None
     (update,) = s.commit(plan, result)
     assert update.finish_reason == "stop"
     s.check_integrity()
-    assert not s.has_work()
+    assert not ahead.engine.has_work()
     assert not s._uncommitted
 
 
 def test_what_ended_before_a_dropped_plan_is_in_the_one_that_follows() -> None:
-    s, worker = scheduler(limits(8)), Worker(limits(8))
-    ahead = PlanAhead(s)
+    ahead = Ahead()
+    s = ahead.s
     for sequence_id in (1, 2):
         s.add(request(sequence_id, stop_token_ids=(0,)), 0)
     plan = s.schedule()
     s.cancel(2)
-    ahead.make()
-    result = worker.execute(plan)
-    assert ahead.settle(result) is None
+    following = s.schedule()
+    result = ahead.worker.execute(plan)
+    assert ahead.settle(following, result) is None
     s.commit(plan, result)
     assert s.schedule().ended_runs == (2, 1)
 
 
 def test_a_sequence_that_is_cancelled_meanwhile_drops_out_of_it() -> None:
-    s, worker = scheduler(limits(8)), Worker(limits(8))
-    ahead = PlanAhead(s)
+    ahead = Ahead()
+    s = ahead.s
     for sequence_id in (1, 2):
         s.add(request(sequence_id), 0)
-    plan = s.schedule()
-    ahead.make()
+    plan, following = s.schedule(), s.schedule()
     s.cancel(1)
-    result = worker.execute(plan)
-    settled = ahead.settle(result)
+    result = ahead.worker.execute(plan)
+    settled = ahead.settle(following, result)
     assert settled is not None
     assert [part.sequence_id for part in settled.sequences] == [2]
     assert {update.sequence_id for update in s.commit(plan, result)} == {2}
     s.check_integrity()
 
 
-def test_nothing_is_settled_where_nothing_was_made() -> None:
+def test_none_is_made_where_plans_do_not_overlap() -> None:
     s, worker = scheduler(limits(8)), Worker(limits(8))
-    ahead = PlanAhead(s)
+    engine = Engine(s, WorkerExecutor(worker), INFO, overlaps=False)
     s.add(request(1), 0)
-    plan = s.schedule()
-    result = worker.execute(plan)
-    assert ahead.settle(result) is None
-    assert ahead.take() is None
-    s.commit(plan, result)
+    engine.step()
+    assert engine._ahead is None and not s._uncommitted
 
 
 def test_a_plan_with_copies_is_never_dropped() -> None:

@@ -13,7 +13,7 @@ from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.scheduler_rig import Worker, WorkerExecutor, asking, limits, request, run, scheduler
 from motet.tests.rigs.stand_in_engine import INFO
 from motet.workers.engine import Engine
-from motet.workers.memory.adapter_cache import AdapterState
+from motet.workers.memory.paged_memory import AdapterState
 from motet.workers.plan import AdapterLoad, StepPlan
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.prefetcher import MAX_LOADS_UNDER_WAY, FreeLoads, WaitingNeeds, choose_prefetch

@@ -17,8 +17,8 @@ from motet.workers.fairness import prompt_budget
 from motet.workers.fairness.prompt_budget import PromptBudget, PromptBursts, divide_prompt_tokens, prompt_seconds
 from motet.workers.fairness.tenant_counters import TenantCounter
 from motet.workers.scheduling.measured_costs import MeasuredStepCosts
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
+from motet.workers.window_pages import GangLimits
 
 _LEFT = st.lists(st.integers(1, 3000), max_size=12)
 _BUDGETS = st.integers(0, 600)
@@ -408,10 +408,10 @@ def test_costs_are_learnt_with_how_far_back_tokens_look(token_s: float, growth: 
         costs.observe(0, [(start, 100)], 100 * (token_s + per_context_s * (start + 50)))
     low, high = min(starts), max(starts)
     for context in (low + 50, high + 50):
-        assert costs.prompt_token_s(context) == pytest.approx(token_s + per_context_s * context, rel=0.3)
-    before = costs.prompt_token_s(low)
+        assert costs.prompt_tokens.at(context) == pytest.approx(token_s + per_context_s * context, rel=0.3)
+    before = costs.prompt_tokens.at(low)
     costs.observe(0, [(low, 100)], 1000.0)  # a stall
-    assert costs.prompt_token_s(low) <= 2 * before
+    assert costs.prompt_tokens.at(low) <= 2 * before
 
 
 _TOKEN_S = 22e-6
@@ -425,7 +425,7 @@ def test_a_slow_first_step_is_soon_as_good_as_forgotten(start: int, num_tokens: 
     for _ in range(100):
         chunks = [(rng.randint(100, 200), rng.randint(100, 256)) for _ in range(2)]
         costs.observe(2, chunks, 0.001 + _TOKEN_S * sum(number for _, number in chunks))
-    assert costs.prompt_token_s(200) == pytest.approx(_TOKEN_S, rel=0.15)
+    assert costs.prompt_tokens.at(200) == pytest.approx(_TOKEN_S, rel=0.15)
 
 
 def test_steps_with_few_tokens_do_not_make_those_with_many_expensive() -> None:
@@ -434,4 +434,4 @@ def test_steps_with_few_tokens_do_not_make_those_with_many_expensive() -> None:
     for _ in range(50):
         costs.observe(1, [(0, 8)], 0.001 + 0.002)
         costs.observe(1, [(200, 512)], 0.001 + 0.002 + 512 * _TOKEN_S)
-    assert costs.prompt_token_s(300) == pytest.approx(_TOKEN_S + 0.002 / 512, rel=0.1)
+    assert costs.prompt_tokens.at(300) == pytest.approx(_TOKEN_S + 0.002 / 512, rel=0.1)

@@ -25,11 +25,11 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import GiveUpWaiting
 from motet.workers.fairness.prompt_budget import PromptBursts
 from motet.workers.plan import INT32_BYTES
-from motet.workers.scheduling.growing_sequence import GrowingSequence
+from motet.workers.scheduling.growing_sequence import GrowingSequence, refusal
 from motet.workers.scheduling.page_reserve import PageReserve
-from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.running_sequences import RunningSequences
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import (
     Cancel,
     ResidencyChange,

@@ -19,9 +19,9 @@ from motet.tests.rigs.scheduler_rig import Worker, asking, limits, quick_result,
 from motet.workers.memory import paged_memory, prefix_cache
 from motet.workers.plan import StepPlan
 from motet.workers.scheduling import prefix_reuse, prompt_planner
-from motet.workers.scheduling.request_limits import GangLimits
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
+from motet.workers.window_pages import GangLimits
 from motet.workers.wire import page_keys
 from motet.workers.wire.messages import Cancel
 from motet.workers.wire.page_keys import PageKey

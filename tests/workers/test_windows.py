@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from motet.tests.rigs.scheduler_rig import Worker, asking, run, scheduler
 from motet.workers.fairness.page_times import HeldPages, PageTimes
 from motet.workers.plan import StepPlan
+from motet.workers.scheduling.growing_sequence import refusal
 from motet.workers.scheduling.prefix_reuse import PrefixReuse
-from motet.workers.scheduling.request_limits import GangLimits, refusal
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
-from motet.workers.window_pages import FullLayers, kept_window, most_pages, num_unseen_pages
+from motet.workers.window_pages import FullLayers, GangLimits, kept_window, most_pages, num_unseen_pages
 from motet.workers.wire.page_keys import PageKey, first_link, next_keys
 
 WINDOW, BLOCK, BUDGET = 10, 4, 8

@@ -281,11 +281,6 @@ class Constraints:
                 return
         submit()
 
-    @property
-    def num(self) -> int:
-        """Sequences with a grammar."""
-        return len(self._by_id)
-
     def remove(self, sequence_id: int) -> None:
         """The sequence has ended. No-op for one without a grammar."""
         self._by_id.pop(sequence_id, None)

@@ -201,7 +201,8 @@ class PromptBudget:
     def take(self, start: int, num_tokens: int) -> None:
         """A chunk is planned."""
         self.num_tokens -= num_tokens
-        self.seconds -= self.chunk_s(start, num_tokens)
+        if self.seconds != math.inf:
+            self.seconds -= self.chunk_s(start, num_tokens)
         self.min_tokens = max(0, self.min_tokens - num_tokens)
 
 

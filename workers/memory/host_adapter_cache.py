@@ -15,7 +15,6 @@ from ...adapters.packing.layout import AdapterLayout
 from ...adapters.packing.packed_file import PagesPart
 from ...adapters.store.store import AdapterStore
 from ...kernels.pages import write_pages
-from ..plan import StepPlan
 from .page_arrays import PinnedArena
 
 # Adapters that are never evicted from host memory, and which of them find room there.
@@ -133,38 +132,6 @@ class HostPins:
         assert self.num_bytes == sum(packed.nbytes for packed in self._tensors.values()) <= self._max_bytes
         states = [*self._tensors, *self._lacking, *self._without_room]
         assert len(states) == len(set(states)) and set(states) <= self._digests
-
-
-# Updates about adapters in the workers' host memory that the next plan carries.
-
-_MAX_OUTDATED = 1024  # digests that wait for a step; the oldest beyond are dropped
-
-
-class PendingHostUpdates:
-    def __init__(self) -> None:
-        self._outdated: list[str] = []
-        self._pins: dict[str, bool] = {}
-
-    def outdate(self, digest: str) -> None:
-        """The adapter has no name any more."""
-        self._outdated = [*self._outdated[-_MAX_OUTDATED:], digest]
-
-    def pin(self, changes: Mapping[str, bool]) -> None:
-        """Pins (True) or unpins adapters in host memory."""
-        self._pins |= changes
-
-    def take(self, *, computes: bool) -> tuple[tuple[str, ...], dict[str, bool]]:
-        """The outdated digests and the pins for a plan. `computes`: it has sequences."""
-        pins, self._pins = (self._pins, {}) if self._pins else ({}, self._pins)
-        if not computes:
-            return (), pins
-        outdated, self._outdated = tuple(self._outdated), []
-        return outdated, pins
-
-    def put_back(self, plan: StepPlan) -> None:
-        """Restores the updates of a plan that is not executed."""
-        self._outdated = [*plan.outdated, *self._outdated]
-        self._pins = {**plan.pins, **self._pins}
 
 
 PART_BYTES = 16 << 20  # of an adapter that is read in parts; smaller ones are read whole

@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
 
 from ..decoding.constraints import Constraints
 from ..fairness.page_times import PageTimes
 from ..fairness.tenant_counters import OUTPUT_TOKEN, TenantCounters
 from ..memory.paged_memory import PagedMemory
-from ..wire.messages import FinishReason, SequenceError, SequenceRequest
+from ..window_pages import GangLimits, pages_for
 from .beam_searches import BeamGroup, BeamSearches
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence
 from .prefix_reuse import PrefixReuse
 from .prompt_planner import OlderSequences
-from .request_limits import GangLimits, pages_for
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
-
-# When a sequence ends: limits computed when it arrives, and a check after each token.
-
-
-def stop_ids(request: SequenceRequest, eos_token_ids: AbstractSet[int]) -> frozenset[int]:
-    """Tokens that end the sequence.
-
-    With a grammar the model's own end tokens always do: they are allowed only at its end.
-    """
-    params = request.sampling
-    ignores_eos = params.ignore_eos and not params.grammar
-    return frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else eos_token_ids)
-
-
-def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits) -> int:
-    """The most tokens of the sequence, prompt and answer together."""
-    # The last token is never computed, so it takes no room. A sequence with max_tokens always fits the pool, or it
-    # would have been refused on arrival.
-    longest, num_pages = limits.max_model_len, limits.num_pages - num_adapter_pages
-    if limits.needed_pages(longest - 1) > num_pages:
-        longest = bisect_right(range(longest), num_pages, key=limits.needed_pages)
-    max_tokens = request.sampling.max_tokens
-    if max_tokens == 0:  # a token is chosen, and not sent
-        return len(request.prompt_token_ids) + 1
-    return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
-
-
-def finish_reason(sequence: GrowingSequence) -> FinishReason | None:
-    """Why the sequence ends with its last token, or None if it goes on."""
-    if sequence.sampling.max_tokens == 0:
-        return "length"
-    if sequence.token_ids[-1] in sequence.stop_ids:
-        return "stop"
-    return "length" if len(sequence.token_ids) >= sequence.max_length else None
-
-
-def not_finite(sequence: GrowingSequence) -> SequenceError:
-    """Why a sequence ends whose logits are not finite."""
-    rules = sequence.sampling.rules
-    if sequence.is_constrained and rules is not None and (rules.allowed_token_ids or rules.bad_words):
-        reason = "its grammar, allowed_token_ids and bad_words leave no token that could come next"
-        return SequenceError("invalid_request", reason)
-    if sequence.adapter_digest is None:
-        return SequenceError("internal", "the model gave no finite number for the next token")
-    message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
-    return SequenceError("adapter_overflow", message)
-
 
 _MOST_CONDENSED = 64  # dense pages that a step fills
 
@@ -112,7 +62,10 @@ class DecodePlanner:
             self._join_beams()
         if self._limits.window is not None:
             self._grow_prompts()
-        for sequence in self._decoding():
+        decoding = self._running.decoding[:]  # oldest first; if a step cannot hold all, the least served tenants' first
+        if len(decoding) > self._limits.max_tokens_per_step:
+            decoding.sort(key=lambda each: (each.counter.is_background, each.counter.value, each.arrival))
+        for sequence in decoding:
             if sequence.beams is not None and not sequence.num_unplanned:
                 continue  # it waits for the others of its search
             position = sequence.num_computed + sequence.num_planned  # of its newest token, which may not be known yet
@@ -312,17 +265,10 @@ class DecodePlanner:
                 return False
         return True
 
-    def _decoding(self) -> list[GrowingSequence]:
-        """Decoding sequences, oldest first; if a step cannot hold all, the least served tenants' first."""
-        decoding = self._running.decoding[:]
-        if len(decoding) > self._limits.max_tokens_per_step:
-            decoding.sort(key=lambda each: (each.counter.is_background, each.counter.value, each.arrival))
-        return decoding
-
     def _charge_tokens(self, sequences: list[GrowingSequence]) -> None:
         """Charges a token for each sequence."""
         if len(self._running.by_tenant) == 1 and sequences:
             self._counters.charge(sequences[0].counter, OUTPUT_TOKEN * len(sequences))
-        else:
+        elif sequences:
             for counter, number in Counter([sequence.counter for sequence in sequences]).items():
                 self._counters.charge(counter, OUTPUT_TOKEN * number)

@@ -1,9 +1,11 @@
-"""A sequence: one growing token list. The scheduler owns its state."""
+"""A sequence: one growing token list, from the request that can be served to its end. The scheduler owns its state."""
 
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -15,8 +17,9 @@ import numpy.typing as npt
 from ..fairness.page_times import HeldPages
 from ..fairness.tenant_counters import TenantCounter
 from ..plan import INT32_BYTES, Int32s, PoolPlan, SamplePlan, ScorePlan, SeenTokens, packed
-from ..window_pages import FullLayers
-from ..wire.messages import SamplingParams, SequenceRequest, SequenceUsage
+from ..window_pages import FullLayers, GangLimits
+from ..wire.beams import BeamRules
+from ..wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUsage
 from ..wire.page_keys import PageKey
 from ..wire.prompt_scores import packed_vector, pooled_positions, unpacked_vector
 
@@ -170,8 +173,6 @@ class GrowingSequence:
 
     def take_prepaid(self, start: int, end: int) -> int:
         """Tokens at the positions from `start` to `end` are computed: how many of them are paid for already."""
-        if not self.prepaid:
-            return 0
         num_tokens = max(0, min(end, self.prepaid.stop) - max(start, self.prepaid.start))
         self.prepaid = range(max(end, self.prepaid.start), self.prepaid.stop)
         return num_tokens
@@ -359,3 +360,129 @@ def remove_by_arrival(sequences: list[GrowingSequence], sequence: GrowingSequenc
     index = bisect_left(sequences, sequence.arrival, key=by_arrival)
     assert sequences[index] is sequence
     del sequences[index]
+
+
+# When a sequence ends: limits computed when it arrives, and a check after each token.
+
+
+def stop_ids(request: SequenceRequest, eos_token_ids: AbstractSet[int]) -> frozenset[int]:
+    """Tokens that end the sequence.
+
+    With a grammar the model's own end tokens always do: they are allowed only at its end.
+    """
+    params = request.sampling
+    ignores_eos = params.ignore_eos and not params.grammar
+    return frozenset(params.stop_token_ids) | (frozenset() if ignores_eos else eos_token_ids)
+
+
+def max_length(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits) -> int:
+    """The most tokens of the sequence, prompt and answer together."""
+    # The last token is never computed, so it takes no room. A sequence with max_tokens always fits the pool, or it
+    # would have been refused on arrival.
+    longest, num_pages = limits.max_model_len, limits.num_pages - num_adapter_pages
+    if limits.needed_pages(longest - 1) > num_pages:
+        longest = bisect_right(range(longest), num_pages, key=limits.needed_pages)
+    max_tokens = request.sampling.max_tokens
+    if max_tokens == 0:  # a token is chosen, and not sent
+        return len(request.prompt_token_ids) + 1
+    return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
+
+
+def finish_reason(sequence: GrowingSequence) -> FinishReason | None:
+    """Why the sequence ends with its last token, or None if it goes on."""
+    if sequence.sampling.max_tokens == 0:
+        return "length"
+    if sequence.token_ids[-1] in sequence.stop_ids:
+        return "stop"
+    return "length" if len(sequence.token_ids) >= sequence.max_length else None
+
+
+def not_finite(sequence: GrowingSequence) -> SequenceError:
+    """Why a sequence ends whose logits are not finite."""
+    rules = sequence.sampling.rules
+    if sequence.is_constrained and rules is not None and (rules.allowed_token_ids or rules.bad_words):
+        reason = "its grammar, allowed_token_ids and bad_words leave no token that could come next"
+        return SequenceError("invalid_request", reason)
+    if sequence.adapter_digest is None:
+        return SequenceError("internal", "the model gave no finite number for the next token")
+    message = f"adapter {sequence.adapter_digest} gave no finite number for the next token: its weights are too large"
+    return SequenceError("adapter_overflow", message)
+
+
+# Whether a request can ever be served: a pure check on arrival.
+
+
+def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits) -> SequenceError | None:
+    """Why the request can never be served, or None. `num_adapter_pages` are those of its adapter, 0 for the base."""
+    num_prompt, max_tokens = len(request.prompt_token_ids), request.sampling.max_tokens
+    num_generated = len(request.generated_token_ids)
+    if num_prompt == 0:
+        return _invalid("the prompt is empty: at least one token is needed")
+    if not 0 < request.weight < float("inf"):
+        return _invalid(f"weight = {request.weight:g}: a positive number is needed")
+    so_far = request.beams_so_far
+    beams = () if so_far is None else (so_far.common, *so_far.ends)
+    token_lists = (request.prompt_token_ids, request.generated_token_ids, *beams)
+    if not all(_are_below(ids, limits.vocab_size) for ids in token_lists):
+        return _invalid(f"the prompt has a token id outside 0..{limits.vocab_size - 1}")
+    if max_tokens is not None and max_tokens < 0:
+        return _invalid(f"max_tokens = {max_tokens}: at least 0 is needed")
+    if max_tokens is not None and 0 < num_generated >= max_tokens:
+        return _invalid(f"max_tokens = {max_tokens}, and {num_generated} were generated before: nothing is left to do")
+    if request.sampling.pooling is not None and max_tokens != 0:
+        return _invalid(f"max_tokens = {max_tokens}: no token is chosen after a prompt that is pooled, 0 is needed")
+    if request.beams is not None and (problem := _beam_problem(request)):
+        return _invalid(problem)
+    if not limits.has_head and request.sampling.pooling is None:
+        return _invalid("this model was saved without its head (lm_head): it makes embeddings alone, at /v1/embeddings")
+    num_tokens = num_prompt + (num_generated + 1 if max_tokens is None else max_tokens)
+    if num_tokens > limits.max_model_len:
+        over = num_tokens - limits.max_model_len
+        requested = f" and {num_tokens - num_prompt} to generate" if max_tokens is not None or num_generated else ""
+        return _invalid(
+            f"{num_prompt} prompt tokens{requested} are {over} over the context of {limits.max_model_len} tokens"
+        )
+    # The last token is never computed, so it takes no room.
+    num_pages = limits.needed_pages(max(num_tokens - 1, num_prompt)) + num_adapter_pages
+    if request.beams is not None:
+        num_pages += _pages_of_beams(request.beams, num_prompt, limits)
+    if num_pages > limits.num_pages:
+        return _invalid(
+            f"the request needs {num_pages} pages ({num_adapter_pages} of them for its adapter) and can never fit the "
+            f"pool of {limits.num_pages}: a shorter prompt, fewer max_tokens or a larger pool is needed"
+        )
+    return None
+
+
+def _beam_problem(request: SequenceRequest) -> str | None:
+    """Why there can be no search with these rules, apart from its length; None: there can."""
+    rules, params = request.beams, request.sampling
+    assert rules is not None
+    if rules.width < 1 or rules.max_tokens < 1 or rules.max_tokens != params.max_tokens:
+        return f"width = {rules.width}, max_tokens = {rules.max_tokens}: at least 1 is needed, as many as of `sampling`"
+    wants_more = params.grammar or params.logit_bias or params.rules is not None or params.pooling is not None
+    if params.has_penalty or wants_more or params.num_prompt_logprobs is not None or request.generated_token_ids:
+        return "beams are ranked by the model's own probabilities, after a prompt that is not scored"
+    return None
+
+
+def _pages_of_beams(rules: BeamRules, num_prompt: int, limits: GangLimits) -> int:
+    """Pages that a search needs beside those of its first beam, if the beams share nothing after their prompt."""
+    num_tokens = num_prompt + rules.max_tokens - 1
+    num_pages = limits.needed_pages(num_tokens)
+    if limits.window is None:
+        num_pages -= num_prompt // limits.block_size
+    return (rules.width - 1) * num_pages
+
+
+def _are_below(token_ids: list[int], vocab_size: int) -> bool:
+    """Whether all are ids of tokens; ten times as fast as `min` and `max` of a long list."""
+    try:
+        numbers = np.frombuffer(array("I", token_ids), np.uint32)
+    except OverflowError:  # one is negative, or far too large
+        return False
+    return not len(numbers) or bool(numbers.max() < vocab_size)
+
+
+def _invalid(message: str) -> SequenceError:
+    return SequenceError("invalid_request", message)

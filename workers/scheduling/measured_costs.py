@@ -61,32 +61,24 @@ class MeasuredStepCosts:
 
     def __init__(self) -> None:
         prior = PageCosts()
-        self._decodes = _FadingLine(prior.step_s)  # seconds of a step, by its number of decodes
-        self._tokens = _FadingLine(prior.compute_s / 16)  # seconds of a prompt token, by its position
-
-    def decode_s(self, num_decodes: int) -> float:
-        """Time of `num_decodes` decodes."""
-        return self._decodes.at(num_decodes)
-
-    def prompt_token_s(self, context: int) -> float:
-        """Time of a prompt token at this position."""
-        return self._tokens.at(context)
+        self.decodes = FadingLine(prior.step_s)  # seconds of a step, by its number of decodes
+        self.prompt_tokens = FadingLine(prior.compute_s / 16)  # seconds of a prompt token, by its position
 
     def step_s(self, num_decodes: int, chunks: Sequence[tuple[int, int]]) -> float:
         """Time of a step; `chunks` as in `observe`."""
-        decode_s = self.decode_s(num_decodes) if num_decodes or chunks else 0.0
-        return decode_s + sum(number * self.prompt_token_s(start + number // 2) for start, number in chunks)
+        decode_s = self.decodes.at(num_decodes) if num_decodes or chunks else 0.0
+        return decode_s + sum(number * self.prompt_tokens.at(start + number // 2) for start, number in chunks)
 
     def observe(self, num_decodes: int, chunks: Sequence[tuple[int, int]], seconds: float) -> None:
         """Records the time of a step. `chunks`: first position and number of tokens of each prompt chunk."""
         num_tokens = sum(number for _, number in chunks)
         if num_tokens:
             context = sum(number * (start + number / 2) for start, number in chunks) / num_tokens
-            decode_s = self._decodes.at(num_decodes)  # without decodes too: what a step costs, whatever it computes
+            decode_s = self.decodes.at(num_decodes)  # without decodes too: what a step costs, whatever it computes
             token_s = max(seconds - decode_s, 0.05 * seconds) / num_tokens
-            self._tokens.add(context, token_s, num_tokens)  # few tokens say little of the cost of many
+            self.prompt_tokens.add(context, token_s, num_tokens)  # few tokens say little of the cost of many
         elif num_decodes:
-            self._decodes.add(num_decodes, seconds, 1)
+            self.decodes.add(num_decodes, seconds, 1)
 
 
 def is_worth_bringing(num_pages: int, costs: PageCosts, num_spared: int = 0) -> bool:
@@ -104,7 +96,7 @@ class _FadingMean:
         self.value = self._sum / self._weight
 
 
-class _FadingLine:
+class FadingLine:
     """A value that grows linearly with x: weighted regression with a prior, which the first value replaces.
 
     Values fade only as others of about the same x come, within a factor of two, so that it is still known what large
@@ -115,7 +107,8 @@ class _FadingLine:
 
     def __init__(self, prior: float) -> None:
         self._mean_y, self._mean_x, self._slope, self._num_values = prior, 0.0, 0.0, 0
-        self._near: dict[int, _FadingSums] = {}  # by the number of bits of x
+        # By the number of bits of x: sums of weights, and of weighted x, y, x * x and x * y.
+        self._near: dict[int, list[float]] = {}
 
     def at(self, x: float) -> float:
         return max(self._mean_y + self._slope * (x - self._mean_x), 0.05 * self._mean_y)
@@ -125,32 +118,13 @@ class _FadingLine:
             y = min(y, _MAX_TIMES_EXPECTED * self.at(x))
         if self._num_values == _NUM_TRUSTED:
             for sums in self._near.values():
-                sums.fade(_COLD)
+                sums[:] = [_COLD * total for total in sums]
         self._num_values += 1
-        near = self._near.setdefault(int(x).bit_length(), _FadingSums())
-        near.fade(_FADE)
-        near.add(x, y, weight)
-        self._fit()
-
-    def _fit(self) -> None:
-        near = self._near.values()
-        weight = sum([sums.weight for sums in near])
-        mean_x, mean_y = sum([sums.x for sums in near]) / weight, sum([sums.y for sums in near]) / weight
-        spread = sum([sums.xx for sums in near]) / weight - mean_x**2 + 0.01 * mean_x**2 + 1e-9
-        covariance = sum([sums.xy for sums in near]) / weight - mean_x * mean_y
+        terms = weight, weight * x, weight * y, weight * x * x, weight * x * y
+        before = self._near.get(int(x).bit_length(), (0.0,) * len(terms))
+        self._near[int(x).bit_length()] = [_FADE * total + term for total, term in zip(before, terms, strict=True)]
+        total_weight, total_x, total_y, total_xx, total_xy = map(sum, zip(*self._near.values(), strict=True))
+        mean_x, mean_y = total_x / total_weight, total_y / total_weight
+        spread = total_xx / total_weight - mean_x**2 + 0.01 * mean_x**2 + 1e-9
+        covariance = total_xy / total_weight - mean_x * mean_y
         self._mean_x, self._mean_y, self._slope = mean_x, mean_y, max(covariance, 0.0) / spread
-
-
-class _FadingSums:
-    """Of values and their products, as regression needs them."""
-
-    def __init__(self) -> None:
-        self.weight = self.x = self.y = self.xx = self.xy = 0.0
-
-    def fade(self, factor: float) -> None:
-        self.weight, self.x, self.y = factor * self.weight, factor * self.x, factor * self.y
-        self.xx, self.xy = factor * self.xx, factor * self.xy
-
-    def add(self, x: float, y: float, weight: float) -> None:
-        self.weight, self.x, self.y = self.weight + weight, self.x + weight * x, self.y + weight * y
-        self.xx, self.xy = self.xx + weight * x * x, self.xy + weight * x * y

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..window_pages import FullLayers
+from ..window_pages import FullLayers, pages_for
 from .growing_sequence import GrowingSequence
-from .request_limits import pages_for
 
 # How long answers get: a life table, learnt from those that ended and from those that still go on.
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ..memory.adapter_cache import AdapterState
 from ..memory.page_allocator import Item
-from ..memory.paged_memory import PagedMemory
+from ..memory.paged_memory import AdapterState, PagedMemory
 from ..plan import AdapterLoad
-from ..wire.messages import AdapterRef
+from ..window_pages import GangLimits, pages_for
 from .growing_sequence import GrowingSequence
 from .prefix_reuse import HeldByOthers, PrefixReuse
-from .request_limits import GangLimits, pages_for
+from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
 # Which adapters and pages of KV are loaded for sequences that still wait: a pure policy.
@@ -92,13 +91,13 @@ class Prefetcher:
         self,
         memory: PagedMemory,
         prefixes: PrefixReuse,
-        pages_of_adapter: Callable[[AdapterRef], int],
+        tiers: TierTraffic,
         limits: GangLimits,
         waiting: WaitingQueue,
     ) -> None:
         """`waiting` is notified when an adapter's load starts for one of its sequences."""
-        self._memory, self._prefixes, self._waiting = memory, prefixes, waiting
-        self._pages_of_adapter, self._limits = pages_of_adapter, limits
+        self._memory, self._prefixes, self._tiers, self._waiting = memory, prefixes, tiers, waiting
+        self._limits = limits
 
     def begin(self, waiting: list[GrowingSequence], num_lacking: int, num_running: int) -> Iterator[AdapterLoad]:
         """Starts loads and copies for these sequences, oldest first, even if they cannot start in this step.
@@ -109,7 +108,7 @@ class Prefetcher:
         """
         loads = self.free_loads if num_lacking else FreeLoads(0, 0)
         may_load = loads.from_store > 0 or (loads.from_host > 0 and self._memory.hosted)
-        if not may_load and not self._prefixes.can_come_ahead:
+        if not may_load and not self._tiers.can_bring():
             return
         if loaded_for := self._waiting.loaded_for():
             waiting = sorted(dict.fromkeys([*loaded_for, *waiting]), key=lambda each: each.counter.is_background)
@@ -131,7 +130,7 @@ class Prefetcher:
                 older.clear()
             if adapter_comes:
                 assert ref is not None
-                load = self._memory.begin_load(ref, self._pages_of_adapter(ref), keep)
+                load = self._memory.begin_load(ref, sequence.num_adapter_pages, keep)
                 assert load is not None, "the room that older sequences leave was miscounted"
                 self._waiting.begin_load(sequence)
                 yield load
@@ -172,7 +171,7 @@ class Prefetcher:
         ref, is_absent, num_adapter_pages = sequence.request.adapter, self.is_absent(sequence), 0
         if ref is not None:
             idle_pages_of = self._memory.adapters.num_idle_pages_of
-            num_adapter_pages = self._pages_of_adapter(ref) if is_absent else idle_pages_of(ref.digest)
+            num_adapter_pages = sequence.num_adapter_pages if is_absent else idle_pages_of(ref.digest)
         num_kv_pages = self.num_kv_pages_to_take(sequence, held_by_others)
         is_hosted = is_absent and sequence.adapter_digest in self._memory.hosted
         return WaitingNeeds(sequence.adapter_digest, is_absent, num_adapter_pages, num_kv_pages, is_hosted)

@@ -14,9 +14,9 @@ from ..fairness.prompt_budget import PrefixHere
 from ..memory.page_allocator import Item
 from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
+from ..window_pages import GangLimits, pages_for
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
 from .growing_sequence import GrowingSequence
-from .request_limits import GangLimits, pages_for
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
@@ -59,7 +59,9 @@ class PrefixReuse:
     def __init__(
         self, cache: PrefixCache, tiers: TierTraffic, waiting: WaitingQueue, limits: GangLimits, enabled: bool
     ) -> None:
-        """`waiting` is notified of pages that its sequences need not await any more."""
+        """`tiers`: none is behind the pool unless `enabled`. `waiting` is notified of pages that its sequences need not
+        await any more.
+        """
         self._cache, self._tiers, self._waiting = cache, tiers, waiting
         self._limits, self._block_size, self._enabled = limits, limits.block_size, enabled
         self._by_first_page: WeakValueDictionary[PageKey, GrowingSequence] = WeakValueDictionary()  # the last one
@@ -144,12 +146,12 @@ class PrefixReuse:
             return None
         keys = self._usable_keys(sequence)
         prefix = self._in_pool(keys)
-        if len(prefix.pages) > (max_pages := self._most_found(sequence)):
+        if self._limits.full_layers is not None and len(prefix.pages) > (max_pages := self._most_found(sequence)):
             prefix = self._cut(keys, prefix, max_pages)
             keys = keys[: prefix.num_pages]
         sequence.was_looked_up = True
         self._waiting.set_found(sequence, prefix.num_pages * self._block_size)
-        base = self._copy_base(keys, prefix)
+        base = prefix if self._limits.window is None else self._copy_base(keys, prefix)
         self._await_next(sequence, base, keys)
         if sequence.awaited_key is None:
             return prefix
@@ -167,7 +169,9 @@ class PrefixReuse:
         prefix = FoundPrefix()
         if self._enabled:
             keys = self._usable_keys(sequence)
-            prefix = self._cut(keys, self._in_pool(keys), self._most_found(sequence))
+            prefix = self._in_pool(keys)
+            if self._limits.full_layers is not None:
+                prefix = self._cut(keys, prefix, self._most_found(sequence))
         if self._limits.window is None:
             max_pages = min(len(sequence.token_ids) - 1, running.num_computed) // self._block_size
             first = slice(self._block_size)
@@ -233,11 +237,6 @@ class PrefixReuse:
         key = sequence.page_keys[num_pages - 1] if num_pages else None
         return key if key in self._pending else None
 
-    @property
-    def can_come_ahead(self) -> bool:
-        """Pages may be copied into the pool from a tier behind it."""
-        return self._enabled and self._tiers.can_bring()
-
     def may_come_ahead(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> bool:
         """Whether `look_ahead` could start more copies for a sequence that cannot start yet.
 
@@ -248,11 +247,11 @@ class PrefixReuse:
         if sequence.awaits_page is not None:  # the event that it is there leads to the next look-up
             return self._lacks_copies(sequence)
         if not sequence.was_looked_up:
-            return self.can_come_ahead and self.make_keys(sequence)
+            return self._tiers.can_bring() and self.make_keys(sequence)
         key, num_here = sequence.awaited_key, sequence.num_here
         if key in self._pending:  # shared by all sequences that wait for this prefix but the first
             return self._lacks_copies(sequence)
-        if key is None or self._cache.page_of(key) is None or not self.can_come_ahead:
+        if key is None or self._cache.page_of(key) is None or not self._tiers.can_bring():
             return False
         start = max(self.num_held_by_others(sequence, held_by_others), sequence.first_wanted)
         return start > num_here or len(self._cache.find(sequence.page_keys[start : num_here + 1])) > num_here - start
@@ -337,21 +336,20 @@ class PrefixReuse:
         self._copied_from.append(source)
         self._copies.append(PageCopy(source, target))
 
-    def take_copies(self) -> tuple[PageCopy, ...]:
-        """Copies within the pool for the next plan. `end_copies` must follow."""
-        copies, self._copies = tuple(self._copies), []
-        return copies
+    def take_copies(self) -> tuple[tuple[PageCopy, ...], tuple[FullLayersCopy, ...]]:
+        """Copies within the pool for the next plan, and dense pages that it fills.
+
+        `end_copies` and `end_full_copies` must follow.
+        """
+        copies, full_copies = tuple(self._copies), tuple(self._full_copies)
+        self._copies, self._full_copies = [], []
+        return copies, full_copies
 
     def end_copies(self, copies: Iterable[PageCopy]) -> None:
         """The copies of a plan have been made."""
         for copy in copies:
             self._copied_from.remove(copy.source)
             self._cache.release((copy.source,))
-
-    def take_full_copies(self) -> tuple[FullLayersCopy, ...]:
-        """Dense pages that the next plan fills. `end_full_copies` must follow."""
-        copies, self._full_copies = tuple(self._full_copies), []
-        return copies
 
     def end_full_copies(self, copies: Iterable[FullLayersCopy]) -> None:
         """A plan has filled these dense pages."""
@@ -525,8 +523,6 @@ class PrefixReuse:
 
     def _most_found(self, sequence: GrowingSequence) -> int:
         """Pages of a prefix that the sequence may hold whole, so that the pool has room for the rest."""
-        if self._limits.full_layers is None:
-            return sys.maxsize
         num_needed = self._limits.needed_pages(sequence.max_length - 1) + sequence.num_adapter_pages
         return self._limits.num_pages - num_needed
 
@@ -537,9 +533,9 @@ class PrefixReuse:
         return prefix
 
     def _copy_base(self, keys: Sequence[PageKey], prefix: FoundPrefix) -> FoundPrefix:
-        """The prefix to which pages are copied from a tier: `prefix`, or the begin of a window in a longer one."""
+        """To which pages are copied from a tier, with a window: `prefix`, or the begin of one in a longer prefix."""
         layers = self._limits.full_layers
-        if self._limits.window is None or (layers is not None and not self._dense_pages(keys[: layers.num_blocks])):
+        if layers is not None and not self._dense_pages(keys[: layers.num_blocks]):
             return prefix
         num_pages, longer_prefix = self._longest(
             keys, lambda key: self._page_here_or_coming(key) is not None or self._tiers.holds(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
@@ -16,16 +17,14 @@ from ..fairness.tenant_counters import (
     load_price,
     prompt_price,
 )
-from ..memory.adapter_cache import AdapterState
-from ..memory.paged_memory import PagedMemory
+from ..memory.paged_memory import AdapterState, PagedMemory
 from ..plan import INT32_BYTES
-from ..wire.messages import AdapterRef
+from ..window_pages import GangLimits, pages_for
 from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence, by_arrival
 from .prefetcher import Prefetcher
 from .prefix_reuse import FoundPrefix, HeldByOthers, PrefixReuse
-from .request_limits import GangLimits, pages_for
 from .running_sequences import PlannedChunk, RunningSequences, plan_chunk
 from .waiting_queue import WaitingQueue
 
@@ -54,7 +53,6 @@ class PromptPlanner:
         limits: GangLimits,
         counters: TenantCounters,
         latency_mode: LatencyMode,
-        pages_of_adapter: Callable[[AdapterRef], int],
         times: PageTimes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -63,11 +61,12 @@ class PromptPlanner:
         self._lacked_room = False  # when sequences were last started, one found no pages
         self._num_looked_up = self._num_held = 0  # pages of prefixes, in this step
         self._held_by_others: HeldByOthers = {}  # as of the last search for candidates
+        self._may_throttle = False  # in this step, tenants that are ahead of a newcomer
         self._is_blocked = False  # in this step, newer sequences must not take the room that an older one lacks
         self._taking_over: list[GrowingSequence] = []  # wait for a page that a sequence of less standing computes
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
         self._waiting, self._running, self._limits = waiting, running, limits
-        self._pages_of_adapter, self._clock = pages_of_adapter, clock
+        self._clock = clock
 
     def plan_prompts(self, budget: PromptBudget, may_admit: bool, most_sequences: int) -> list[PlannedChunk]:
         """Plans chunks of at most so many running prompts, and of waiting sequences, which start now if `may_admit`.
@@ -75,7 +74,8 @@ class PromptPlanner:
         In latency mode throttled tenants together get at most `throttled_budget` tokens.
         """
         throttled_budget = budget.num_tokens
-        if self._latency_mode.is_on:
+        self._may_throttle = self._latency_mode.is_on
+        if self._may_throttle:
             throttled_budget = max(1, int(_THROTTLED_PART * self._limits.max_tokens_per_step))
         num_tokens: dict[GrowingSequence, int] = {}
         self._is_blocked, self._num_looked_up, self._num_held = False, 0, 0
@@ -88,14 +88,18 @@ class PromptPlanner:
                 s: s.num_uncomputed - s.num_found for s in candidates
             }
             credit = self._counters.slack
+            if not num_left:
+                break
             if prompts and self._lack_room(candidates):
                 credit = self._counters.burst - self._counters.slack  # clearly less than a newcomer's head start
             granted = self._divide_in_time(num_left, budget, throttled_budget, credit)
-            started = list(self.start(s for s in candidates if granted[s]))
+            started = list(self.start(s for s in candidates if granted[s])) if candidates else []
             for sequence in (*prompts, *started):
                 num_tokens[sequence] = min(sequence.num_that_fit(block_size), granted[sequence])
                 budget.take(sequence.next_position, num_tokens[sequence])
-                throttled_budget -= num_tokens[sequence] if self._latency_mode.throttles(sequence.counter) else 0
+                throttled_budget -= (
+                    num_tokens[sequence] if self._may_throttle and self._latency_mode.throttles(sequence.counter) else 0
+                )
             prompts, is_first = [], False
         for sequence in self._start_loaded() if self._is_blocked and may_admit and budget.num_tokens > 0 else ():
             start = sequence.next_position
@@ -104,7 +108,7 @@ class PromptPlanner:
             if not budget.num_tokens:
                 break
         for sequence in self._running.prompts:  # tokens left over by prompts with cached prefixes
-            is_throttled = self._latency_mode.throttles(sequence.counter)
+            is_throttled = self._may_throttle and self._latency_mode.throttles(sequence.counter)
             # A starting sequence is charged for cached tokens, which can make its tenant throttled and
             # `throttled_budget` negative.
             max_tokens = max(0, throttled_budget) if is_throttled else budget.num_tokens
@@ -130,10 +134,11 @@ class PromptPlanner:
         for pays for what they lose, and is clearly behind only if it could pay for all pages that it lacks.
         """
         running, waiting, counters = self._running, self._waiting, self._running.by_tenant
-        self._take_over(preempt)
-        if waiting.is_of(counters) or not waiting.num_ready:
-            return len(self._preempted)
+        if self._taking_over:
+            self._take_over(preempt)
         if running.num_places < self._limits.max_num_sequences and not self._lacked_room:
+            return len(self._preempted)
+        if waiting.is_of(counters) or not waiting.num_ready:
             return len(self._preempted)
         self._lacked_room = False
         num_free_seats, num_pages = self._limits.max_num_sequences - running.num_places, 0
@@ -190,7 +195,7 @@ class PromptPlanner:
         if not self._memory.has_room(1 + self._running.reserve.min_pages, frozenset()):
             self._lacked_room = True
             return sequences
-        if self._counters.is_fair:
+        if self._counters.is_fair and self._waiting.num_ready > 1:
             self._waiting.promote(max_candidates, self._prefixes.prefix_here)
         self._held_by_others = {}  # valid since no page is released in this method
         turns, again = tee(self._waiting.equipped_in_turn())
@@ -275,6 +280,8 @@ class PromptPlanner:
         max_tokens: int | None = budget.num_tokens
         while max_tokens is not None:
             granted = self._divide(num_left, max_tokens, throttled_budget, credit)
+            if budget.seconds == math.inf:
+                break
             chunks = [(s.next_position or s.num_found, number) for s, number in granted.items() if number]
             max_tokens = budget.total_that_fits(chunks)
         return granted
@@ -298,9 +305,9 @@ class PromptPlanner:
             num_begun = max([sequence.num_to_lose for sequence in by_tenant[counter]])
             return counter.is_background, counter.value - min(prompt_price(num_begun), credit) / counter.weight
 
-        for counter in sorted(by_tenant, key=order):
+        for counter in sorted(by_tenant, key=order) if len(by_tenant) > 1 else by_tenant:
             sequences = by_tenant[counter]
-            is_throttled = self._latency_mode.throttles(counter)
+            is_throttled = self._may_throttle and self._latency_mode.throttles(counter)
             max_tokens = min(budget, throttled_budget) if is_throttled else budget
             granted |= zip(sequences, divide_prompt_tokens([num_left[s] for s in sequences], max_tokens), strict=True)
             num_taken = sum([granted[sequence] for sequence in sequences])
@@ -310,15 +317,14 @@ class PromptPlanner:
 
     def charge_load(self, sequence: GrowingSequence) -> None:
         """The adapter that was loaded for the sequence is used, or was loaded for nothing."""
-        assert sequence.request.adapter is not None
-        price = load_price(self._pages_of_adapter(sequence.request.adapter), self._limits.block_size)
+        price = load_price(sequence.num_adapter_pages, self._limits.block_size)
         if not sequence.is_load_prepaid:
             self._counters.charge(sequence.counter, price)
         sequence.num_load_tokens, sequence.is_load_prepaid = price, False
 
     def _charge(self, chunk: PlannedChunk) -> None:
         start, num_tokens = chunk.part.start, len(chunk.part.token_ids)
-        num_paid = chunk.sequence.take_prepaid(start, start + num_tokens)
+        num_paid = chunk.sequence.take_prepaid(start, start + num_tokens) if chunk.sequence.prepaid else 0
         price = prompt_price(num_tokens - num_paid) + (OUTPUT_TOKEN if chunk.part.sample is not None else 0.0)
         if chunk.part.scores is not None:
             price += SCORED_TOKEN * (len(chunk.part.scores.targets) // INT32_BYTES)
@@ -341,9 +347,7 @@ class PromptPlanner:
                 continue
             if lacking is not None and _blocks(lacking, sequence):
                 older.reach(lacking)
-                ref = lacking.request.adapter
-                assert ref is not None
-                num_pages = self._pages_of_adapter(ref) + len(self._running)
+                num_pages = lacking.num_adapter_pages + len(self._running)
                 if not self._memory.has_room(num_pages, older.adapters):
                     self._is_blocked = True
                     return  # there is no room for its adapter yet, and newer sequences must not take it
@@ -388,7 +392,7 @@ class PromptPlanner:
         if not self._memory.has_room(num_pages + num_left_free, keep, prefix.held_pages):
             self._lacked_room = self._is_blocked = True
             return False
-        if self._running and not self._memory.make_room_in_part(num_pages, keep, prefix.held_pages):
+        if self._running.by_id and not self._memory.make_room_in_part(num_pages, keep, prefix.held_pages):
             return False  # the rest of the room is made in the next steps, as running sequences wait for this one
         self._memory.prefixes.acquire(prefix.held_pages)  # first, so that they are not evicted for the new ones
         self._memory.make_room(num_pages, keep)
@@ -428,6 +432,8 @@ class LatencyMode:
     def observe(self, sequence: GrowingSequence) -> None:
         """The sequence has arrived, and has joined its tenant's counter."""
         counter = sequence.counter
+        if not self._running.by_tenant:
+            return
         if counter.num_sequences == 1 and self._running.last_ahead_of(_order(counter), counter.slack) is not None:
             self._since_step, self._newcomer = self._counts.num_steps, counter
 

@@ -35,12 +35,10 @@ class PlannedStep:
     ) -> None:
         """`beams`: beams of searches, whose newest tokens are known."""
         self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
+        self.prompts = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in chunks]  # first position, tokens
+        self.num_tokens = 0  # of all parts
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
         self.drops: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
-
-    def prompts(self) -> list[tuple[int, int]]:
-        """First position and number of tokens of each chunk."""
-        return [(chunk.part.start, len(chunk.part.token_ids)) for chunk in self.chunks]
 
     def parts(self, chosen: Mapping[int, SampledToken | None] | None) -> tuple[SequencePlan, ...]:
         """The parts of all sequences in the plan, without those that are gone or have ended.
@@ -84,6 +82,8 @@ class PlannedStep:
         parts += map(_beam_part, self.beams)
         if drops:
             self.chunks = [chunk for chunk in self.chunks if chunk.sequence not in drops]
+            self.prompts = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in self.chunks]
+        self.num_tokens = len(parts) + sum([number for _, number in self.prompts])
         return (*parts, *[chunk.part for chunk in self.chunks])
 
 
@@ -106,7 +106,9 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
     assert len(token_ids) == num_tokens, "a prompt lacks no token"
     sequence.num_planned += num_tokens
     pages, digest = sequence.packed_pages, sequence.adapter_digest
-    scores, pool = sequence.score_plan(start, end), sequence.pool_plan(start, end)
+    scores = pool = None
+    if not sequence.is_scored:
+        scores, pool = sequence.score_plan(start, end), sequence.pool_plan(start, end)
     part = SequencePlan(sequence.sequence_id, token_ids, start, pages, digest, sample, scores=scores, pool=pool)
     return PlannedChunk(sequence, part)
 

@@ -19,23 +19,29 @@ from ..decoding.constraints import Constraints
 from ..fairness.page_times import PageTimes
 from ..fairness.prompt_budget import PromptBudget, PromptBursts, prompt_seconds
 from ..fairness.tenant_counters import Scheduling, TenantCounters
-from ..memory.adapter_cache import AdapterState
-from ..memory.host_adapter_cache import PendingHostUpdates
-from ..memory.paged_memory import PagedMemory
+from ..memory.paged_memory import AdapterState, PagedMemory
 from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, PoolPlan, SampledToken, StepPlan, StepResult
+from ..window_pages import GangLimits, pages_for
 from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
 from ..wire.page_keys import PageKey
 from .beam_searches import BeamGroup, BeamSearches
-from .decodes import DecodePlanner, finish_reason, max_length, not_finite, stop_ids
+from .decodes import DecodePlanner
 from .gang_load import StepCounts, gang_load, tenant_share
-from .growing_sequence import ARRIVAL_STEP, GrowingSequence
+from .growing_sequence import (
+    ARRIVAL_STEP,
+    GrowingSequence,
+    finish_reason,
+    max_length,
+    not_finite,
+    refusal,
+    stop_ids,
+)
 from .measured_costs import MeasuredCosts, MeasuredStepCosts
 from .page_reserve import PageReserve
 from .prefetcher import Prefetcher
 from .prefix_reuse import PrefixReuse
 from .prompt_planner import LatencyMode, PromptPlanner
-from .request_limits import GangLimits, pages_for, refusal
 from .running_sequences import PlannedChunk, PlannedStep, RunningSequences
 from .tier_traffic import TierSizes, TierTraffic
 from .waiting_queue import WaitingQueue
@@ -89,14 +95,15 @@ class Scheduler:
             has_window=limits.window is not None,
         )
         self._adapters = self.memory.adapters
-        self._tiers = TierTraffic(self.memory, tiers or TierSizes(), self._costs)
+        self._tiers = TierTraffic(self.memory, tiers if tiers and prefix_cache else TierSizes(), self._costs)
         self._prefixes = PrefixReuse(self.memory.prefixes, self._tiers, self._waiting, limits, prefix_cache)
         self._counts, self._arrivals = StepCounts(), 0
         self.latency_mode = LatencyMode(self._counts, self._running)
         self.counters = TenantCounters(limits.max_tokens_per_step, scheduling)
         self._constraints = constraints
+        self.num_constrained = 0  # sequences with grammars
         self._compiling: dict[int, GrowingSequence] = {}  # sequences whose grammars are being compiled
-        self._prefetcher = Prefetcher(self.memory, self._prefixes, pages_of_adapter, limits, self._waiting)
+        self._prefetcher = Prefetcher(self.memory, self._prefixes, self._tiers, limits, self._waiting)
         self._admission = PromptPlanner(
             self.memory,
             self._prefixes,
@@ -106,7 +113,6 @@ class Scheduler:
             limits,
             self.counters,
             self.latency_mode,
-            pages_of_adapter,
             self._times,
             clock,
         )
@@ -136,11 +142,12 @@ class Scheduler:
         self._uncommitted: dict[int, PlannedStep] = {}  # by step
         self._feeds_tokens = False  # plans begin before the tokens of those before them are known
         self._host_adapter_stats = HostAdapterStats()
-        self.host_updates = PendingHostUpdates()
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
-        num_adapter_pages = 0 if request.adapter is None else self._pages_of_adapter(request.adapter)
+        ref, num_adapter_pages = request.adapter, 0
+        if ref is not None:
+            num_adapter_pages = self._adapters.num_pages_of(ref.digest) or self._pages_of_adapter(ref)
         error = refusal(request, num_adapter_pages, self._limits)
         grammar, ignores_eos = request.sampling.grammar, request.sampling.ignore_eos
         if grammar and self._constraints is None:
@@ -173,6 +180,7 @@ class Scheduler:
             if self._constraints is None or not grammar:
                 self._wait(sequence)
             else:
+                self.num_constrained += 1
                 self._compiling[sequence.sequence_id] = sequence
                 self._constraints.add(
                     sequence.sequence_id, request.tenant, grammar, request.generated_token_ids, ignores_eos
@@ -243,8 +251,9 @@ class Scheduler:
         return [tenant_share(counter, self._waiting, self._running) for counter in changed]
 
     def has_work(self) -> bool:
-        has_sequences = bool(self._running or self._waiting or self._compiling)
-        return has_sequences or self.is_clearing or bool(self._adapters.num_loading or self._tiers.has_work())
+        has_sequences = bool(self._running.by_id or self._waiting or self._compiling)
+        is_moving = bool(self.memory.prefixes.num_leaving or self._adapters.num_loading)
+        return has_sequences or is_moving or self._tiers.has_work()
 
     @property
     def is_clearing(self) -> bool:
@@ -256,14 +265,17 @@ class Scheduler:
         self._counts.num_steps += 1
         step = self._counts.num_steps
         self.memory.prefixes.begin_step()
-        if not self._running:
+        if not self._running.by_id:
             self._prefixes.bound_keys(False)  # no sequence waits for its next token
-        batch_size = min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD)
-        self._ahead = self._waiting.first(max(batch_size, _MAX_PROTECTED))
-        batch = self._ahead[:batch_size]
-        digests = [sequence.adapter_digest for sequence in (*self._waiting.loaded_for(), *batch)]
-        self.memory.want_soon(dict.fromkeys([digest for digest in digests if digest is not None]))
-        self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
+        any_wait, batch = bool(self._waiting), list[GrowingSequence]()
+        if any_wait or self._ahead:  # otherwise none waits, and none did in the step before
+            batch_size = min(self._limits.max_num_sequences, _MAX_LOOK_AHEAD)
+            self._ahead = self._waiting.first(max(batch_size, _MAX_PROTECTED)) if any_wait else []
+            batch = self._ahead[:batch_size]
+            digests = [sequence.adapter_digest for sequence in (*self._waiting.loaded_for(), *batch)]
+            self.memory.want_soon(dict.fromkeys([digest for digest in digests if digest is not None]))
+        if any_wait:
+            self._counts.num_fair_preemptions += self._admission.preempt_for_waiting(self._preempt)
         num_preemptions = self._counts.num_preemptions
         decodes = self._decodes.plan()
         beams = list[GrowingSequence]()
@@ -272,12 +284,16 @@ class Scheduler:
             decodes = [sequence for sequence in decodes if sequence.beams is None]
         # A preempted sequence must not get back the pages that it freed.
         may_admit = self._counts.num_preemptions == num_preemptions
-        loads = tuple(self._begin_loads(batch)) if may_admit else ()
+        loads: tuple[AdapterLoad, ...] = ()
+        if batch and may_admit:
+            loads = tuple(self._prefetcher.begin(batch, self._waiting.num_lacking, len(self._running.by_id)))
         num_decodes = len(decodes) + len(beams)
         if self._running.num_beams and self._uncommitted:
             num_decodes += min(self._decodes.num_waiting_beams, (self._limits.max_tokens_per_step - num_decodes) // 2)
-        most_chunks = max(0, self._limits.max_num_sequences - num_decodes)
-        chunks = self._admission.plan_prompts(self._prompt_budget(num_decodes), may_admit, most_chunks)
+        chunks = list[PlannedChunk]()
+        if any_wait or self._running.prompts:
+            most_chunks = max(0, self._limits.max_num_sequences - num_decodes)
+            chunks = self._admission.plan_prompts(self._prompt_budget(num_decodes), may_admit, most_chunks)
         planned = PlannedStep(decodes, chunks, beams)
         parts = (
             () if self._uncommitted else planned.parts({})
@@ -287,9 +303,8 @@ class Scheduler:
         used |= dict.fromkeys([chunk.part.adapter for chunk in chunks])
         residences = tuple([self._adapters.residence(digest) for digest in used if digest is not None])
         self._prefixes.bound_keys(True)
-        moves, copies = self._tiers.plan_moves(), self._prefixes.take_copies()
-        full_copies = self._prefixes.take_full_copies()
-        outdated, pins = self.host_updates.take(computes=bool(decodes or beams or chunks))
+        moves, (copies, full_copies) = self._tiers.plan_moves(), self._prefixes.take_copies()
+        outdated, pins = self.memory.take_host_updates(computes=bool(decodes or beams or chunks))
         penalised, ended_runs = tuple(self._running.penalised), self._running.take_removed()
         return StepPlan(
             step, parts, residences, loads, moves, copies, outdated, penalised, pins, ended_runs, full_copies
@@ -303,8 +318,10 @@ class Scheduler:
         """
         self._feeds_tokens = result is None
         if result is not None:
-            self._put_back_late(result)
-            plan = self._continue_beams(plan, result)
+            if self.num_constrained:
+                self._put_back_late(result)
+            if self._uncommitted[result.step].beams:
+                plan = self._continue_beams(plan, result)
         parts = self._uncommitted[plan.step].parts(None if result is None else result.tokens)
         return msgspec.structs.replace(plan, sequences=parts)
 
@@ -314,7 +331,7 @@ class Scheduler:
         if not groups:
             return plan
         planned, limits = self._uncommitted[plan.step], self._limits
-        num_decodes, lengths = len(planned.decodes) + len(planned.beams), [number for _, number in planned.prompts()]
+        num_decodes, lengths = len(planned.decodes) + len(planned.beams), [number for _, number in planned.prompts]
         max_beams = min(
             limits.max_tokens_per_step - num_decodes - sum(lengths),
             limits.max_num_sequences - num_decodes - len(lengths),
@@ -324,24 +341,32 @@ class Scheduler:
         plan_ids = {residence.digest for residence in plan.adapters}
         digests = dict.fromkeys([beam.adapter_digest for beam in beams])
         more = [self._adapters.residence(digest) for digest in digests if digest is not None and digest not in plan_ids]
+        copies, full_copies = self._prefixes.take_copies()
         return msgspec.structs.replace(
-            plan, copies=(*plan.copies, *self._prefixes.take_copies()), adapters=(*plan.adapters, *more)
+            plan,
+            copies=(*plan.copies, *copies),
+            full_copies=(*plan.full_copies, *full_copies),
+            adapters=(*plan.adapters, *more),
         )
 
     def drop(self, plan: StepPlan) -> None:
         """Forgets a plan that is not executed, because it is empty."""
         self._counts.num_steps -= 1
         assert not (plan.sequences or plan.loads or plan.moves or plan.copies or plan.full_copies)
-        self.host_updates.put_back(plan)
+        if plan.outdated or plan.pins:
+            self.memory.put_back_host_updates(plan)
         self._running.removed.extend(plan.ended_runs)
         del self._uncommitted[plan.step]
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[SequenceUpdate]:
         """Takes in a step's tokens and the copies that have ended. Returns the updates for the sequences' owners."""
         updates: list[SequenceUpdate] = []
-        self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
-        self._prefixes.end_copies(plan.copies)
-        self._prefixes.end_full_copies(plan.full_copies)
+        if result.moved:
+            self._prefixes.stop_awaiting(self._tiers.finish(result.moved))
+        if plan.copies:
+            self._prefixes.end_copies(plan.copies)
+        if plan.full_copies:
+            self._prefixes.end_full_copies(plan.full_copies)
         self._host_adapter_stats = stats = result.host_adapter_stats
         if stats.came or stats.went or stats.pin_news:
             self.memory.note_hosted(stats.came, stats.went, stats.pin_news)
@@ -351,15 +376,19 @@ class Scheduler:
         for failure in result.failed:
             self._adapters.fail_load(failure.digest)
             updates.extend(self._fail_waiting(failure))
-        self._put_back_late(result)
+        if self.num_constrained:
+            self._put_back_late(result)
         planned = self._uncommitted.pop(plan.step)
-        self._counts.num_computed_tokens += sum([len(part.token_ids) for part in plan.sequences])
-        self._commit_beams(planned, result)
+        self._counts.num_computed_tokens += planned.num_tokens
+        if planned.beams:
+            self._commit_beams(planned, result)
         self._commit_decodes(planned, result, updates)
         for chunk in planned.chunks:
             if chunk.sequence not in planned.drops:
                 self._commit_chunk(chunk, result, updates)
-            elif chunk.sequence in planned.late and not self._take_scores(chunk, result, updates):
+            elif chunk.sequence not in planned.late or chunk.part.scores is None:
+                continue
+            elif not self._take_scores(chunk, result, updates):
                 updates.append(self._fail(chunk.sequence))
         updates += self._beam_updates
         self._beam_updates.clear()
@@ -368,16 +397,15 @@ class Scheduler:
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Measures costs by how long a plan took to execute. Must be called before the plan's commit."""
         if (planned := self._uncommitted.get(plan.step)) is not None:
-            chunks = planned.prompts()
+            chunks = planned.prompts
             num_decodes = len(planned.decodes) + len(planned.beams)
-            num_chunk_tokens = sum([number for _, number in chunks])
-            self._costs.observe_step(num_decodes + len(chunks), num_decodes + num_chunk_tokens, seconds)
+            self._costs.observe_step(num_decodes + len(chunks), planned.num_tokens, seconds)
             self._step_costs.observe(num_decodes, chunks, seconds)
 
     def expected_s(self, plan: StepPlan) -> float:
         """Expected time of a plan, by measured costs; 0: it computes nothing."""
         planned = self._uncommitted[plan.step]
-        return self._step_costs.step_s(len(planned.decodes) + len(planned.beams), planned.prompts())
+        return self._step_costs.step_s(len(planned.decodes) + len(planned.beams), planned.prompts)
 
     def load(self) -> EngineLoad:
         """Gauges of now and counters since the start."""
@@ -433,14 +461,14 @@ class Scheduler:
         max_tokens = self._limits.max_tokens_per_step - num_decodes
         if not num_decodes or not self.token_interval_s:
             return PromptBudget(max_tokens)  # no sequence waits for its next token
-        stretch, decode_s = self._bursts.stretch, self._step_costs.decode_s(num_decodes)
+        stretch, decode_s = self._bursts.stretch, self._step_costs.decodes.at(num_decodes)
         num_coming = self._bursts.num_coming() if stretch > 1 else 0
         if num_coming:
-            later_s = self._step_costs.decode_s(min(num_decodes + num_coming, self._limits.max_num_sequences))
+            later_s = self._step_costs.decodes.at(min(num_decodes + num_coming, self._limits.max_num_sequences))
             seconds = prompt_seconds(self.token_interval_s, decode_s, stretch, later_s)
         else:  # beside background work alone, whoever asks next waits for this step
             seconds = prompt_seconds(stretch * self.token_interval_s, decode_s)
-        return PromptBudget(max_tokens, seconds, self._step_costs.prompt_token_s, self._limits.block_size)
+        return PromptBudget(max_tokens, seconds, self._step_costs.prompt_tokens.at, self._limits.block_size)
 
     def _preempt(self, victim: GrowingSequence) -> None:
         """Puts a running sequence back into the queue. It is recomputed later as far as its pages are gone.
@@ -477,12 +505,6 @@ class Scheduler:
         digest = sequence.adapter_digest
         self._waiting.add(sequence, digest is None or self._adapters.state(digest) is AdapterState.RESIDENT)
 
-    def _begin_loads(self, batch: list[GrowingSequence]) -> Iterator[AdapterLoad]:
-        """Loads what waiting sequences need that could run next, the first ones in fair order, while they wait."""
-        if not (self._waiting.num_lacking or self._prefixes.can_come_ahead):
-            return iter(())
-        return self._prefetcher.begin(batch, self._waiting.num_lacking, len(self._running))
-
     def _end(self, sequence: GrowingSequence) -> None:
         """Ends a running sequence."""
         self._leave(sequence)
@@ -505,12 +527,11 @@ class Scheduler:
         if sequence.beams is not None:
             self._beams.forget(sequence.beams)
         if self._constraints is not None and sequence.is_constrained:
+            self.num_constrained -= 1
             self._constraints.remove(sequence.sequence_id)
 
     def _put_back_late(self, result: StepResult) -> None:
         """Sequences whose masks were late in this step compute their last tokens again; later plans do without them."""
-        if self._constraints is None or not self._constraints.num:
-            return
         planned = self._uncommitted[result.step]
         lengths = {chunk.sequence: len(chunk.part.token_ids) for chunk in planned.chunks if chunk.part.sample}
         for sequence in (*planned.decodes, *lengths):
@@ -616,6 +637,8 @@ class Scheduler:
 
     def _give_back(self, sequence: GrowingSequence) -> None:
         """Releases the pages of a sequence that no layer sees any more; with full layers in the next steps."""
+        if self._limits.window is None:
+            return
         num_unseen = self._limits.num_unseen_pages(sequence.num_computed)
         if num_unseen > sequence.num_gone and self._limits.full_layers is not None:
             self._decodes.to_condense[sequence] = None
@@ -634,7 +657,7 @@ class Scheduler:
         self._running.num_uncomputed -= num_tokens
         self._prefixes.keep_filled(sequence)
         self._give_back(sequence)
-        are_finite = self._take_scores(chunk, result, updates)
+        are_finite = chunk.part.scores is None or self._take_scores(chunk, result, updates)
         if sequence.is_pooled:
             are_finite = self._add_pooled(sequence, chunk.part.pool, result)
         if sequence.is_pooled and not sequence.num_uncomputed:
@@ -655,8 +678,6 @@ class Scheduler:
 
     def _take_scores(self, chunk: PlannedChunk, result: StepResult, updates: list[SequenceUpdate]) -> bool:
         """Sends the scores that the chunk was asked for. False: they are not finite."""
-        if chunk.part.scores is None:
-            return True
         if (scores := result.scores[chunk.sequence.sequence_id]) is None:
             return False
         chunk.sequence.num_scored += scores.num_rows

@@ -40,6 +40,7 @@ class TierSlots:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
+        self.works = True  # `TierTraffic` gives up one that fails again and again
         self._free = list(range(num_slots - 1, -1, -1))
         self._slots: dict[PageKey, int] = {}
         self._entries: dict[PageKey, _Entry] = {}  # of the pages that the tier holds
@@ -196,7 +197,6 @@ class TierTraffic:
         self._planned: list[PageMove] = []  # for the next plan
         self._number = 0  # of the last move
         self._failures_in_a_row: Counter[Tier] = Counter()
-        self._given_up: set[Tier] = set()
         self.num_pages_out = self.num_pages_in = self.num_failures = 0
 
     @property
@@ -209,16 +209,17 @@ class TierTraffic:
 
     def num_held(self, tier: Tier) -> int:
         """Pages that a tier holds."""
-        return self._tiers[tier].num_held if tier in self._tiers and self._works(tier) else 0
+        return self._tiers[tier].num_held if tier in self._tiers and self._tiers[tier].works else 0
 
     def holds(self, key: PageKey) -> bool:
         """The page is in a tier behind the pool."""
-        return bool(self._tiers) and any(key in tier for tier in self._working())
+        return any(tier.works and key in tier for tier in self._tiers.values())
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """Counts a use of these pages in the tiers too, as a sequence uses them in the pool."""
-        for tier in self._working():
-            tier.touch(keys)
+        for tier in self._tiers.values():
+            if tier.works:
+                tier.touch(keys)
 
     def forget(self, keys: Sequence[PageKey]) -> None:
         """These pages hold numbers that are not finite: drops them from all tiers, and what copies under way bring."""
@@ -233,12 +234,13 @@ class TierTraffic:
 
     def offer(self, page: int, key: PageKey) -> None:
         """A page was filled, and is kept in the pool: it is copied to the next tier when there is time."""
-        if self._tiers and not any(key in tier or tier.is_coming(key) for tier in self._working()):
+        tiers = self._tiers.values()
+        if tiers and not any(tier.works and (key in tier or tier.is_coming(key)) for tier in tiers):
             self._offered[key] = page
 
     def can_bring(self) -> bool:
         """More pages may begin to come into the pool now, if they are in a tier."""
-        return any(tier.num_held and self._most_in(name) > 0 for name, tier in self._tiers.items() if self._works(name))
+        return any(tier.works and tier.num_held and self._most_in(name) > 0 for name, tier in self._tiers.items())
 
     def page_coming(self, key: PageKey) -> int | None:
         """The page of the pool into which this one is being copied; None: it is not."""
@@ -254,7 +256,7 @@ class TierTraffic:
         tier, if computing is cheaper, or if the pool has no room. Copies under way are bounded: call again for more.
         """
         first = next(keys, None)
-        source = next((name for name, tier in self._tiers.items() if first in tier and self._works(name)), None)
+        source = next((name for name, tier in self._tiers.items() if first in tier and tier.works), None)
         if first is None or source is None:
             return []
         tier = self._tiers[source]
@@ -276,7 +278,7 @@ class TierTraffic:
         """The moves that the next plan should begin."""
         if self._offered:
             self._begin_out()
-        if "disk" in self._tiers and "host" in self._tiers and self._works("disk"):
+        if "disk" in self._tiers and "host" in self._tiers and self._tiers["disk"].works:
             self._begin_down(self._tiers["host"], self._tiers["disk"])
         planned, self._planned = tuple(self._planned), []
         return planned
@@ -331,17 +333,11 @@ class TierTraffic:
         num_left = max(0, max_pages - sum(len(move.keys) for move in moves))
         return min(num_left, max(_PAGES_PER_MOVE, num_left // 2))
 
-    def _works(self, tier: Tier) -> bool:
-        return tier not in self._given_up
-
-    def _working(self) -> Iterator[TierSlots]:
-        return (tier for name, tier in self._tiers.items() if name not in self._given_up)
-
     def _judge(self, tier: Tier, is_good: bool) -> None:
         """Stops using a tier that failed several times in a row."""
         self._failures_in_a_row[tier] = 0 if is_good else self._failures_in_a_row[tier] + 1
-        if self._failures_in_a_row[tier] == _MAX_FAILURES and tier not in self._given_up:
-            self._given_up.add(tier)
+        if self._failures_in_a_row[tier] == _MAX_FAILURES and self._tiers[tier].works:
+            self._tiers[tier].works = False
             _log.error("the %s tier failed %d times in a row and is not used any more", tier, _MAX_FAILURES)
 
     def _drop_everywhere(self, keys: Iterable[PageKey]) -> None:
@@ -370,7 +366,7 @@ class TierTraffic:
 
     def _begin_out(self) -> None:
         name, tier = next(iter(self._tiers.items()))
-        if not self._works(name):
+        if not tier.works:
             self._offered.clear()
         # Pages that are being copied cannot be evicted, so a small pool copies fewer at once.
         max_pages = min(_PAGES_PER_MOVE, max(1, self._memory.allocator.num_pages // _LOW))

@@ -129,7 +129,9 @@ class WaitingQueue:
             assert has_adapter == (digest not in self._lacking) or not self._by_adapter[digest]
             self._by_adapter[digest][sequence.sequence_id] = sequence
         if has_adapter:
-            self._equip(queue, sequence)
+            insort(queue.equipped, sequence, key=by_arrival)
+            self._num_equipped += 1
+            self._with_equipped.put(queue)
         else:
             assert digest is not None
             self._lacking.add(digest)
@@ -353,11 +355,6 @@ class WaitingQueue:
         self.num_tokens += more
         if queue.counter.is_background:
             self.num_background_tokens += more
-
-    def _equip(self, queue: _TenantQueue, sequence: GrowingSequence) -> None:
-        insort(queue.equipped, sequence, key=by_arrival)
-        self._num_equipped += 1
-        self._with_equipped.put(queue)
 
     def _lack(self, queue: _TenantQueue, sequence: GrowingSequence) -> None:
         queue.num_lacking += 1
