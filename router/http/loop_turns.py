@@ -43,8 +43,8 @@ _SWEEP_S: Final = 1.0
 class LoopTurns:
     """Belongs to one event loop.
 
-    >>> if not loop.begin(turns):
-    ...     await loop.wait(turns)
+    if not loop.begin(turns):
+        await loop.wait(turns)
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -161,7 +161,7 @@ class FakeDispatcher:
     num_gangs: int = 1
     context: int = CONTEXT  # tokens
     eos_token_ids: tuple[int, ...] = ()  # that it says it has; the stand-in ends with EOS anyway
-    sampling_defaults: dict[str, int | float] = {}
+    sampling_defaults: dict[str, int | float] = field(default_factory=dict)
     hidden_size: int = 8
     resident: set[tuple[str, str]] = field(default_factory=set)  # tenants, and digests of adapters that they use
     tiers: dict[str, AdapterTier] = field(default_factory=dict)  # of any adapter, by gang, where the gang is known
