@@ -237,11 +237,11 @@ def resolve_targets(
         for module in shape.members(entry)
         if entry in shape.fused or shape.has(layer, module)
     }
-    others = (f"{prefix}embed_tokens", "lm_head")  # PEFT could target them; motet cannot
-    _check_against_base(config, shape, [*keys, *others])
+    outer_modules = (f"{prefix}embed_tokens", "lm_head")  # PEFT could target them; motet cannot
+    _check_against_base(config, shape, [*keys, *outer_modules])
     is_all = isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR
-    targeted = _targeted(config, [*keys] if is_all else [*keys, *others], time)
-    for other in others:
+    targeted = _targeted(config, [*keys] if is_all else [*keys, *outer_modules], time)
+    for other in outer_modules:
         if other in targeted:
             raise AdapterInvalid(
                 f"target_modules includes {other.removeprefix(prefix)}: LoRA of embeddings and of the output layer "

@@ -215,4 +215,4 @@ async def test_beams_take_nothing_of_the_models_sampling(rig: RouterRig) -> None
     rig.dispatcher.sampling_defaults = {"temperature": 0.6, "repetition_penalty": 1.1}
     await post(rig, use_beam_search=True, n=2, max_tokens=2)
     sampling = rig.dispatcher.submitted[-1].sampling
-    assert (sampling.temperature, sampling.repetition_penalty) == (1.0, 1.0)
+    assert (sampling.temperature, sampling.repetition_penalty) == (0.0, 1.0)
