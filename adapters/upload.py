@@ -77,10 +77,15 @@ class UploadProcesses:
 
 
 class CheckedUpload:
-    """`module_ranks`, `base`: as in `AdapterVersion`. `num_bytes`: of its tensors."""
+    """`module_ranks`, `base`: as in `AdapterVersion`. `num_bytes`: of its tensors. `left_out`: see `AdapterContent`."""
 
     def __init__(self, process: ChildProcess, cpu_s: float, facts: UploadFacts) -> None:
-        self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
+        self.digest, self.num_bytes, self.base, self.left_out = (
+            facts.digest,
+            facts.num_bytes,
+            facts.base,
+            facts.left_out,
+        )
         self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True
@@ -99,6 +104,12 @@ class CheckedUpload:
             self._is_held = False
             with suppress(ChildEnded, OSError, TimeoutError):  # then the process has ended, which closes it, too
                 await self._process.ask([FORGET], lambda frames: None)
+
+
+def refuse_left_out(upload: CheckedUpload) -> None:
+    """Raises AdapterInvalid if not all of it is served."""
+    if upload.left_out:
+        raise AdapterInvalid(upload.left_out)
 
 
 async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> UploadFacts:
@@ -177,7 +188,7 @@ class UploadService:
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
         take_room: Callable[[int], None] = lambda num_bytes: None,
-        check_base: Callable[[str], None] = lambda base: None,
+        check: Callable[[CheckedUpload], None] = refuse_left_out,
     ) -> tuple[AdapterVersion, bool]:
         """The version with this content, and whether this upload made it: the same content does not.
 
@@ -186,7 +197,7 @@ class UploadService:
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. Once this returns, the adapter is on disk. `admission` and `entry`: see
         `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise, as
-        may `check_base`, which gets the base that the config names.
+        may `check`.
 
         Raises AdapterInvalid, UploadTooLarge, CallerGone, VersionRefused for a new name without `activate`, NameTaken
         for a name that there is, if it `must_be_new`, QuotaExceeded if more would be stored than `bounds` let, and
@@ -198,7 +209,7 @@ class UploadService:
         data, num_bytes = await asyncio.to_thread(self._within_limits, config, tensors)
         async with self._places.of(tenant):  # until it is registered, so that the next one finds it counted
             async with self._processes.checked(data, tensors, num_bytes, self.limits.packed_bytes_limit) as upload:
-                check_base(upload.base)
+                check(upload)
                 await self._check_registrable(tenant, name, upload, bounds, activate=activate)
                 take_room(packed_bytes(self._layouts, upload.module_ranks))
                 await upload.store()

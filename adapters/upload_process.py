@@ -58,6 +58,7 @@ class UploadFacts(msgspec.Struct, frozen=True, tag=True):
     module_ranks: dict[str, int]
     num_bytes: int
     base: str = ""  # that the config names; not of what was stored
+    left_out: str = ""  # why the file computes otherwise; not of what was stored
 
 
 class UploadRefused(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +114,7 @@ class Workbench:
                 )
 
         content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks)
-        facts = structs.replace(_facts_of(content), base=named_base(config))
+        facts = structs.replace(_facts_of(content), base=named_base(config), left_out=content.left_out)
         self._upload = content, check
         return facts
 

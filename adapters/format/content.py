@@ -26,11 +26,12 @@ class AdapterContent:
     """Everything that decides what an adapter computes. Keys of `matrices` are (layer, module).
 
     `num_experts`: of each layer of the base. 0: it has none, or the adapter was stored when all experts were packed at
-    one rank, and stays packed so.
+    one rank, and stays packed so. `left_out`: why the uploaded file computes otherwise than this; empty: it does not.
     """
 
     matrices: Mapping[tuple[int, str], LoraMatrices]
     num_experts: int = 0
+    left_out: str = ""
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:

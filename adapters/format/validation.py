@@ -187,8 +187,8 @@ def validate(
 
     `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
     is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
-    base and are finite. Of a base that takes pictures too, LoRA of what reads them is left out where B is 0, as after
-    training on text alone; where it is not, the adapter is refused.
+    base and are finite. Of a base that takes pictures too, LoRA of what reads them is left out: after training on text
+    alone its B is 0; where it is not, the content's `left_out` says so.
     """
     parsed = parse_config(config)
     time = PatternTime()
@@ -206,7 +206,7 @@ def validate(
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
     check_ranks(ranks_over_layers(_ranks(targets, parameters, shape), num_experts))
-    _refuse_vision(file, of_vision)
+    left_out = _vision_problem(file, of_vision)
     arrays = {key: _finite(file, name) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
     matrices: dict[tuple[int, str], LoraMatrices] = {}
@@ -220,7 +220,7 @@ def validate(
         matrices |= split_experts(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
         )
-    return AdapterContent(matrices, num_experts)
+    return AdapterContent(matrices, num_experts, left_out)
 
 
 def max_header_bytes(shape: BaseShape) -> int:
@@ -257,16 +257,15 @@ def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mappi
             )
 
 
-def _refuse_vision(file: TensorFile, names: Iterable[str]) -> None:
-    """Raises AdapterInvalid for LoRA of what reads the pictures, unless its B is 0 and it changes nothing."""
+def _vision_problem(file: TensorFile, names: Iterable[str]) -> str:
+    """Which tensor changes how pictures are read; empty: all are LoRA whose B is 0, and change nothing."""
     for name in sorted(names):
-        if ".lora_B." not in name and ".lora_A." in name:
-            continue
-        if ".lora_B." not in name or file.tensor(name).any():
-            raise AdapterInvalid(
+        if ".lora_A." not in name and (".lora_B." not in name or file.tensor(name).any()):
+            return (
                 f"{TENSORS_FILE} holds {quote(name, 160)}, which changes how the base reads pictures, and only its "
                 "text model is served: train with target_modules that match modules of language_model alone"
             )
+    return ""
 
 
 def _match_names(

@@ -166,6 +166,15 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             live_in="router",
         ),
     ] = "warn"
+    vision_lora: Annotated[
+        Literal["refuse", "leave-out"],
+        Setting(
+            "What becomes of LoRA that changes how pictures are read, in adapters of a base of which the text model is "
+            "served: refuse the adapter, or serve it without and say so in the upload's answer.",
+            "live",
+            live_in="router",
+        ),
+    ] = "refuse"
     adapter_folders: Annotated[
         str,
         Texts("FOLDERS", "absolute paths with commas between them"),

@@ -23,7 +23,7 @@ from ...adapters.names import BaseNames, owner_of
 from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
 from ...adapters.tenant_places import TenantPlaces
-from ...adapters.upload import UploadService
+from ...adapters.upload import CheckedUpload, UploadService, refuse_left_out
 from ..bodies.request_decoder import ArrivalPace
 from ..config import CurrentConfig
 from ..http.access_log import record_of
@@ -196,12 +196,16 @@ class AdaptersApi:
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
             warnings = tokenizer_warnings(form.tokenizer, self._text)
-            base_problems: list[str] = []  # problems with the base that the adapter names
+            problems: list[str] = []  # with the base that the adapter names, and with its LoRA of vision
 
-            def check_base(base: str) -> None:
-                base_problems.extend(self._base_warnings(base))
-                if base_problems and self._config.now.adapter_base == "match":
-                    raise AdapterInvalid(base_problems[0])
+            def check(upload: CheckedUpload) -> None:
+                problems.extend(self._base_warnings(upload.base))
+                if problems and self._config.now.adapter_base == "match":
+                    raise AdapterInvalid(problems[0])
+                if self._config.now.vision_lora == "refuse":
+                    refuse_left_out(upload)
+                elif upload.left_out:
+                    problems.append(f"left out: {upload.left_out}")
 
             try:
                 adapter, created = await self._uploads.upload(
@@ -217,14 +221,14 @@ class AdaptersApi:
                     entry=identity.entry(request, "adapter.upload", name),
                     bounds=storage_bounds(identity.tenant, identity.key, user),
                     take_room=room.pack,
-                    check_base=check_base,
+                    check=check,
                 )
             except CallerGone as error:
                 if user == identity.user:
                     raise
                 message = f"the user {user} was deleted meanwhile: upload it again if it is for the next one"
                 raise AdapterInvalid(message) from error
-        return adapter, created, (*warnings, *base_problems)
+        return adapter, created, (*warnings, *problems)
 
     @route(
         "GET",

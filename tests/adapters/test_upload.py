@@ -37,7 +37,7 @@ from motet.adapters.registry.registry_view import RegistryView
 from motet.adapters.registry.tenants.records import StorageBound
 from motet.adapters.registry.versions.rollout import versions_of
 from motet.adapters.store.store import AdapterStore
-from motet.adapters.upload import UploadLimits, UploadService
+from motet.adapters.upload import CheckedUpload, UploadLimits, UploadService
 from motet.adapters.upload_process import CHECK, FORGET
 from motet.cluster.launch.redis_server import RedisServer
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE, LoraFiles, lora_files, name_of
@@ -485,13 +485,13 @@ async def test_an_upload_that_is_over_leaves_no_file_open(parts: Parts) -> None:
 
 
 async def test_the_base_that_a_config_names_is_kept_with_its_version(parts: Parts) -> None:
-    def refuse(base: str) -> None:
-        raise AdapterInvalid(f"not {base}")
+    def refuse(upload: CheckedUpload) -> None:
+        raise AdapterInvalid(f"not {upload.base}")
 
     first, second = lora_files(seed=1), lora_files(seed=2)
     first.config["base_model_name_or_path"] = "Qwen/Qwen3-8B"
     with pytest.raises(AdapterInvalid, match="not Qwen/Qwen3-8B"):
-        await parts.uploads.upload("acme", "x", first.config_bytes, first.write(parts.folder), check_base=refuse)
+        await parts.uploads.upload("acme", "x", first.config_bytes, first.write(parts.folder), check=refuse)
     assert parts.store.digests() == []
     for files in (first, second):
         await parts.upload("x", files)

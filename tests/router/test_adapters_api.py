@@ -91,6 +91,16 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
     assert spooled(rig) == []
 
 
+async def test_lora_of_vision_is_refused_or_left_out_with_a_warning(rig: RouterRig) -> None:
+    rig.registry.left_out = "it holds LoRA of vision"
+    parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
+    refused = await send(rig, *parts)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "it holds LoRA of vision")
+    assert rig.registry.uploaded == []
+    rig.config.now = replace(rig.config.now, vision_lora="leave-out")
+    assert (await send(rig, *parts)).json()["warnings"] == ["left out: it holds LoRA of vision"]
+
+
 async def test_an_adapter_of_another_base_is_warned_of_or_refused(tmp_path: Path, text: TextService) -> None:
     config = part("adapter_config.json", b'{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "c")
     parts = (NAME_PART, config, TENSORS_PART)
