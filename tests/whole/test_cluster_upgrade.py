@@ -25,7 +25,7 @@ import pytest
 from motet.tests.rigs.kuberay_pods import HEAD, RayClusterPods, redis_on
 from motet.tests.rigs.lasting_load import Ask, LastingLoad, Received, client_of, same_stream, stream
 from motet.tests.rigs.namespaces import Network, why_not
-from motet.tests.rigs.patience import PATIENCE_S
+from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.ray_nodes import DEMO, KEY
 
 pytestmark = [
@@ -170,7 +170,7 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
 def check_that_both_have_it(clusters: Clusters, here: int, there: int, name: str, adapter: str) -> None:
     assert clusters.on(here, upload, name, adapter) == 201
     uploaded = clusters.on(here, versions)[name]
-    assert clusters.on(there, complete, name).status_code == 200
+    eventually(lambda: clusters.on(there, complete, name).status_code == 200)  # routers hear of a change within a second
     assert clusters.on(there, versions)[name] == uploaded
 
 
