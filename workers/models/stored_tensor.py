@@ -157,3 +157,8 @@ def has_other_head(folder: Path) -> bool:
 def folder_lacks_head(folder: Path) -> bool:
     """The same of a model folder. Raises ValueError for a damaged file."""
     return lacks_head(tensor.name for path in shards(folder) for tensor in stored_tensors(path))
+
+
+def folder_has_head(folder: Path) -> bool:
+    """Whether a model folder has a tensor for the head. Raises ValueError for a damaged file."""
+    return HEAD in named_in_full({tensor.name: tensor for path in shards(folder) for tensor in stored_tensors(path)})
