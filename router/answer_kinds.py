@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
 from . import embeddings
@@ -167,6 +169,9 @@ class Chat(OfChat[ChatRequest]):
         return ChunkForm(self.shape(parts), parts.style, parts.generation)
 
 
+_SHOWN_SAMPLING: Final = ("temperature", "top_p")  # in a response, as it is drawn with
+
+
 class ResponseItems(OfChat[ResponseChat]):
     """A chat, requested and answered as OpenAI's Responses API does."""
 
@@ -176,7 +181,10 @@ class ResponseItems(OfChat[ResponseChat]):
     names: Mapping[str, str] = response_chat.NAMES
 
     def form(self, parts: FormParts[ResponseChat]) -> ResponseForm:
-        return ResponseForm(parts.head, self.shape(parts), parts.request, is_stream=parts.is_stream)
+        request, sampling = parts.request, parts.generation.request.prompts[0].sampling
+        defaults = {name: getattr(sampling, name) for name in _SHOWN_SAMPLING if getattr(request, name) is None}
+        request = replace(request, terms=replace(request.terms, **defaults))
+        return ResponseForm(parts.head, self.shape(parts), request, is_stream=parts.is_stream)
 
 
 class MessageBlocks(OfChat[C]):

@@ -113,7 +113,7 @@ def _lines(status: Mapping[str, Any], indent: int, before: Mapping[str, Any], se
     margin = "  " * indent
     for key, value in status.items():
         name = IN_OTHER_WORDS.get(key, key.replace("_", " "))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield f"{margin}{name}"
             if _is_load(value):
                 for line in load_lines(value, before.get(key), seconds):
@@ -147,6 +147,8 @@ def _is_load(value: Mapping[str, Any]) -> bool:
 def _text(key: str, value: object) -> str:
     if value is None:
         return "-"
+    if value == {}:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and key.endswith("_bytes"):
