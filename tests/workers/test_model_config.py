@@ -44,6 +44,7 @@ GEMMA: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+WIDE = {"max_position_embeddings": 8192}
 
 
 def folder(tmp_path: Path, **changes: Any) -> Path:
@@ -88,6 +89,8 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
     [
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 31}, (31, 31)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, (None, None)),  # all that there can be
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": None}, (None, None)),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 7}, (None, None)),
         (
@@ -111,8 +114,8 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
             (7, None),
         ),
         (GEMMA | {"sliding_window": 7}, (7, None)),
-        (GEMMA | {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
-        (GEMMA | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None}, (4096, 4096)),
+        (GEMMA | WIDE | {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+        (GEMMA | WIDE | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None}, (4096, 4096)),
         (
             GEMMA
             | {

@@ -259,6 +259,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
         rotaries = _rotated(values, rotaries)
+    if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
+        window = None
     return ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],

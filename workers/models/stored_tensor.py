@@ -160,5 +160,6 @@ def folder_lacks_head(folder: Path) -> bool:
 
 
 def folder_has_head(folder: Path) -> bool:
-    """Whether a model folder has a tensor for the head. Raises ValueError for a damaged file."""
-    return HEAD in named_in_full({tensor.name: tensor for path in shards(folder) for tensor in stored_tensors(path)})
+    """Whether files of a model folder, which may lack some, have the head. Raises ValueError for a damaged file."""
+    paths = filter(Path.is_file, shards(folder))
+    return HEAD in named_in_full({tensor.name: tensor for path in paths for tensor in stored_tensors(path)})
