@@ -368,6 +368,13 @@ def test_the_context_of_a_stretched_base(
     assert (config.max_model_len, config.longest) == (context, longest)
 
 
+def test_numbers_that_cannot_be_computed_with_are_refused(tmp_path: Path) -> None:
+    changes = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 1}
+    rope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: .*division by zero"):
+        ModelConfig.from_folder(folder(tmp_path, **changes, rope_scaling=rope))
+
+
 def test_sampling_defaults_are_those_that_vllm_takes(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     assert sampling_defaults(tmp_path) == {}

@@ -107,7 +107,7 @@ class ModelConfig:
             config = _parse(raw, _generation_config(folder).get("eos_token_id"))
         except KeyError as error:
             raise ValueError(f"{path} lacks {error.args[0]!r}") from None
-        except (TypeError, AttributeError, OverflowError) as error:  # a value of another type than its key has
+        except (TypeError, AttributeError, ArithmeticError) as error:  # a value of another type than its key has
             raise ValueError(f"{path} cannot be read: {error}") from error
         if config.is_wrapped and config.tie_word_embeddings and "tie_word_embeddings" not in raw:
             # Mistral Small 3.1 has a head of its own and does not say so: transformers takes it from the file.
