@@ -169,9 +169,6 @@ class Chat(OfChat[ChatRequest]):
         return ChunkForm(self.shape(parts), parts.style, parts.generation)
 
 
-_SHOWN_SAMPLING: Final = ("temperature", "top_p")  # in a response, as it is drawn with
-
-
 class ResponseItems(OfChat[ResponseChat]):
     """A chat, requested and answered as OpenAI's Responses API does."""
 
@@ -182,8 +179,8 @@ class ResponseItems(OfChat[ResponseChat]):
 
     def form(self, parts: FormParts[ResponseChat]) -> ResponseForm:
         request, sampling = parts.request, parts.generation.request.prompts[0].sampling
-        defaults = {name: getattr(sampling, name) for name in _SHOWN_SAMPLING if getattr(request, name) is None}
-        request = replace(request, terms=replace(request.terms, **defaults))
+        names = [name for name in ("temperature", "top_p") if getattr(request, name) is None]  # the model's own
+        request = replace(request, terms=replace(request.terms, **{name: getattr(sampling, name) for name in names}))
         return ResponseForm(parts.head, self.shape(parts), request, is_stream=parts.is_stream)
 
 

@@ -248,7 +248,8 @@ def resolve_targets(
                 f"is not supported, {', '.join(shape.names)} are"
             )
     if not targeted and not config.target_parameters:
-        raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base")
+        accepted = ", ".join(shape.names)
+        raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base: {accepted}")
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     targets = {}

@@ -147,14 +147,12 @@ def _is_load(value: Mapping[str, Any]) -> bool:
 def _text(key: str, value: object) -> str:
     if value is None:
         return "-"
-    if value == {}:
-        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int) and key.endswith("_bytes"):
         return format_byte_size(value)
     if isinstance(value, int) and key.startswith("num_"):
         return f"{value:,}"
-    if isinstance(value, list):
+    if isinstance(value, list | Mapping):
         return ", ".join(map(str, value)) or "none"
     return str(value)

@@ -92,20 +92,6 @@ def test_unknown_scaling_is_refused_by_name() -> None:
         RotaryConfig.from_model_config({"rope_scaling": {"rope_type": "longrope"}})
 
 
-def test_longrope_has_another_name_in_the_first_files_of_phi_3() -> None:
-    lists = {"short_factor": [1.0], "long_factor": [2.0]}
-    first, later = (
-        RotaryConfig.from_model_config(
-            {"rope_scaling": {"type": name, **lists}, "original_max_position_embeddings": 256},
-            scalings=("default", "longrope"),
-        )
-        for name in ("su", "longrope")
-    )
-    assert first == later
-    with pytest.raises(ValueError, match="'su' is not supported"):
-        RotaryConfig.from_model_config({"rope_scaling": {"type": "su", **lists}})
-
-
 @pytest.mark.parametrize("num_positions", [100, 1024])
 def test_the_context_that_is_served_decides_the_factors_of_longrope(num_positions: int) -> None:
     parameters = {

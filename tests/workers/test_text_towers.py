@@ -145,11 +145,11 @@ def test_a_head_of_its_own_counts_where_ties_are_left_open(folder: Path, tmp_pat
     del raw["tie_word_embeddings"]
     raw["text_config"].pop("tie_word_embeddings", None)
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    text = named_in_full(load_file(folder / "base" / "model.safetensors"))
+    embedding = named_in_full(load_file(folder / "base" / "model.safetensors"))["model.embed_tokens.weight"]
     is_tied = raw["architectures"][0].startswith(("Gemma3", "Mistral3"))
     for has_head in (False, True):
-        head = {"lm_head.weight": text["model.embed_tokens.weight"] + 1} if has_head else {}
-        save_file({"model.embed_tokens.weight": text["model.embed_tokens.weight"]} | head, tmp_path / "model.safetensors")
+        head = {"lm_head.weight": embedding + 1} if has_head else {}
+        save_file({"model.embed_tokens.weight": embedding} | head, tmp_path / "model.safetensors")
         assert ModelConfig.from_folder(tmp_path).tie_word_embeddings == (is_tied and not has_head)
 
 

@@ -25,7 +25,6 @@ _OPTIONAL = {
 }
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _TYPE_KEYS = ("rope_type", "type")
-_OLD_LONGROPE = "su"  # its name in the first files of Phi-3
 _AXES_KEYS = ("mrope_section", "mrope_interleaved")
 _NOTES = frozenset({"finetuned"})  # of published files; nothing computes with them
 
@@ -53,8 +52,6 @@ class RotaryConfig:
         parameters = _parameters(raw)
         types = [parameters.pop(key, None) for key in _TYPE_KEYS]
         kind = str(types[0] or types[1] or "default")
-        if kind == _OLD_LONGROPE and LONGROPE in scalings:
-            kind = LONGROPE
         if kind not in scalings:
             raise ValueError(f"rope_type {kind!r} is not supported: {', '.join(scalings)} are accepted")
         theta = parameters.pop("rope_theta", raw.get("rope_theta", default_theta))
