@@ -249,7 +249,9 @@ def resolve_targets(
             )
     if not targeted and not config.target_parameters:
         accepted = ", ".join(shape.names)
-        raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base: {accepted}")
+        raise AdapterInvalid(
+            f"target_modules = {quote(config.target_modules)} matches no module of the base: {accepted}"
+        )
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     targets = {}
