@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
 
+from msgspec.structs import replace
+
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
 from . import embeddings
@@ -176,7 +178,10 @@ class ResponseItems(OfChat[ResponseChat]):
     names: Mapping[str, str] = response_chat.NAMES
 
     def form(self, parts: FormParts[ResponseChat]) -> ResponseForm:
-        return ResponseForm(parts.head, self.shape(parts), parts.request, is_stream=parts.is_stream)
+        request, sampling = parts.request, parts.generation.request.prompts[0].sampling
+        names = [name for name in ("temperature", "top_p") if getattr(request, name) is None]  # the model's own
+        request = replace(request, terms=replace(request.terms, **{name: getattr(sampling, name) for name in names}))
+        return ResponseForm(parts.head, self.shape(parts), request, is_stream=parts.is_stream)
 
 
 class MessageBlocks(OfChat[C]):

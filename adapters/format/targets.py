@@ -248,7 +248,10 @@ def resolve_targets(
                 f"is not supported, {', '.join(shape.names)} are"
             )
     if not targeted and not config.target_parameters:
-        raise AdapterInvalid(f"target_modules = {quote(config.target_modules)} matches no module of the base")
+        accepted = ", ".join(shape.names)
+        raise AdapterInvalid(
+            f"target_modules = {quote(config.target_modules)} matches no module of the base: {accepted}"
+        )
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     targets = {}
@@ -271,6 +274,7 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[s
             raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
         return
     valid_names = names_found(keys, frozenset(config.target_modules))
+    valid_names |= {part for parts in shape.fused.values() for part in parts}  # lists for all bases name them in vain
     for target in config.target_modules:
         if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
             raise AdapterInvalid(

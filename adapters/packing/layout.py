@@ -93,7 +93,7 @@ class AdapterLayout:
         """The layout's name. Layouts with equal keys pack an adapter into the same bytes."""
         worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
         experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
-        order = f"-order{crc32(bytes(self.shape.head_order)):08x}" if self.shape.head_order else ""
+        order = f"-order{crc32(repr(self.shape.head_order).encode()):08x}" if self.shape.head_order else ""
         return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}-{self.dtype}"
 
     @property

@@ -113,7 +113,7 @@ def _lines(status: Mapping[str, Any], indent: int, before: Mapping[str, Any], se
     margin = "  " * indent
     for key, value in status.items():
         name = IN_OTHER_WORDS.get(key, key.replace("_", " "))
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield f"{margin}{name}"
             if _is_load(value):
                 for line in load_lines(value, before.get(key), seconds):
@@ -153,6 +153,6 @@ def _text(key: str, value: object) -> str:
         return format_byte_size(value)
     if isinstance(value, int) and key.startswith("num_"):
         return f"{value:,}"
-    if isinstance(value, list):
+    if isinstance(value, list | Mapping):
         return ", ".join(map(str, value)) or "none"
     return str(value)

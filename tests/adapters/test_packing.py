@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -111,6 +112,12 @@ def content_of(layer: int = 0, num_in: int = 4, num_out: int = 6, factor: float 
 
 
 LAYOUT = AdapterLayout(BaseShape(2, dict.fromkeys(MODULES, (4, 6))), slab=8, dtype="bfloat16")
+
+
+def test_orders_of_heads_of_any_size_have_keys_of_their_own() -> None:
+    orders = ((), tuple(range(511, -1, -1)), (*range(0, 512, 2), *range(1, 512, 2)))
+    layouts = (replace(LAYOUT, shape=replace(LAYOUT.shape, head_order=order)) for order in orders)
+    assert len({layout.key for layout in layouts}) == len(orders)
 
 
 @pytest.mark.parametrize("content", [content_of(layer=2), content_of(num_in=5), content_of(num_out=5)])

@@ -5,6 +5,7 @@ import random
 import struct
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,15 @@ def test_targets_of_experts_are_those_of_the_layers_that_have_them() -> None:
     assert ranks == {(1, f"experts.{expert}.gate_proj"): 5 if expert == 2 else 2 for expert in range(4)}
     with pytest.raises(AdapterInvalid, match=r"names 'w1', which adapters of this base cannot have: q_proj"):
         resolve_targets(parse_config(json.dumps(config | {"target_modules": ["w1"]}).encode()), EXPERTS_SHAPE)
+
+
+def test_a_list_for_all_bases_may_name_parts_of_what_is_one() -> None:
+    shape = replace(SHAPE, fused={"qkv_proj": MODULES[:3], "gate_up_proj": MODULES[4:6]})
+    config = {"peft_type": "LORA", "r": 2, "target_modules": [*MODULES]}
+    targets = resolve_targets(parse_config(json.dumps(config).encode()), shape)
+    assert {module for _, module in targets} == {"o_proj", "down_proj"}  # PEFT trains these
+    with pytest.raises(AdapterInvalid, match="matches no module of the base"):
+        resolve_targets(parse_config(json.dumps(config | {"target_modules": ["q_proj"]}).encode()), shape)
 
 
 MANY_EXPERTS = BaseShape(  # as of Qwen3-30B-A3B

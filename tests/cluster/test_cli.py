@@ -217,6 +217,7 @@ def test_a_gang_is_shown_without_what_its_model_reports() -> None:
         num_threads=2,
         vocab_size=512,
         eos_token_ids=(2,),
+        sampling_defaults={"temperature": 0.6},
         max_num_sequences=64,
         max_tokens_per_step=512,
         reasons={"pool-bytes": "as the settings say"},
@@ -232,12 +233,16 @@ def test_a_gang_is_shown_without_what_its_model_reports() -> None:
         "  page: 16 tokens, 16 KiB",
         "  pages: 4,096",
         "  threads: 2",
+        "  sampling defaults",
+        "    temperature: 0.6",
         "  sequences at once, at most: 64",
         "  tokens of a step, at most: 512",
         "  fair order: no",
         "  why these sizes",
         "    pool-bytes: as the settings say",
     ]
+    without = msgspec.structs.replace(info, sampling_defaults={})
+    assert "  sampling defaults: none" in status_lines({"gangs": [msgspec.to_builtins(without)]})
 
 
 @pytest.mark.parametrize("num_gangs", [0, 1, 2])

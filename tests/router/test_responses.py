@@ -165,6 +165,14 @@ SAMPLING: Final[dict[str, Any]] = {
 }
 
 
+async def test_the_sampling_that_is_shown_is_that_of_the_draws(rig: RouterRig) -> None:
+    rig.dispatcher.sampling_defaults = {"temperature": 0.6, "top_p": 0.8}
+    left_open = (await post(rig, input="hello")).json()
+    given = (await post(rig, input="hello", temperature=1, top_p=1)).json()
+    assert (left_open["temperature"], left_open["top_p"]) == (0.6, 0.8)
+    assert (given["temperature"], given["top_p"]) == (1, 1)
+
+
 async def test_the_same_tokens_as_of_a_chat(rig: RouterRig) -> None:
     await post(rig, input=CONVERSATION, max_output_tokens=9, **SAMPLING)
     await post(rig, "/v1/chat/completions", messages=AS_CHAT, max_completion_tokens=9, **SAMPLING)

@@ -44,6 +44,7 @@ GEMMA: dict[str, Any] = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+WIDE = {"max_position_embeddings": 8192}
 
 
 def folder(tmp_path: Path, **changes: Any) -> Path:
@@ -88,6 +89,8 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
     [
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 7}, (7, 7)),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, (None, None)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 31}, (31, 31)),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 32}, (None, None)),  # all that there can be
         ({"architectures": ["LlamaForCausalLM"], "sliding_window": None}, (None, None)),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 7}, (None, None)),
         (
@@ -111,8 +114,8 @@ def test_end_of_sequence_ids_of_both_files_count(tmp_path: Path) -> None:
             (7, None),
         ),
         (GEMMA | {"sliding_window": 7}, (7, None)),
-        (GEMMA | {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
-        (GEMMA | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None}, (4096, 4096)),
+        (GEMMA | WIDE | {"layer_types": ["full_attention", "sliding_attention"]}, (None, 4096)),
+        (GEMMA | WIDE | {"architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None}, (4096, 4096)),
         (
             GEMMA
             | {
@@ -363,6 +366,13 @@ def test_the_context_of_a_stretched_base(
 ) -> None:
     config = ModelConfig.from_folder(folder(tmp_path, rope_scaling=rope))
     assert (config.max_model_len, config.longest) == (context, longest)
+
+
+def test_numbers_that_cannot_be_computed_with_are_refused(tmp_path: Path) -> None:
+    changes = {"architectures": ["Phi3ForCausalLM"], "original_max_position_embeddings": 1}
+    rope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    with pytest.raises(ValueError, match=r"config\.json cannot be read: .*division by zero"):
+        ModelConfig.from_folder(folder(tmp_path, **changes, rope_scaling=rope))
 
 
 def test_sampling_defaults_are_those_that_vllm_takes(tmp_path: Path) -> None:

@@ -142,6 +142,20 @@ def test_older_files_have_the_same_keys_elsewhere(folder: Path, tmp_path: Path) 
     assert ModelConfig.from_folder(tmp_path) == config
 
 
+def test_a_head_of_its_own_counts_where_ties_are_left_open(folder: Path, tmp_path: Path) -> None:
+    """Mistral Small 3.1 is published so; transformers takes what the file has."""
+    raw = json.loads((folder / "base" / "config.json").read_text())
+    del raw["tie_word_embeddings"]
+    raw["text_config"].pop("tie_word_embeddings", None)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    embedding = named_in_full(load_file(folder / "base" / "model.safetensors"))["model.embed_tokens.weight"]
+    is_tied = raw["architectures"][0].startswith(("Gemma3", "Mistral3"))
+    for has_head in (False, True):
+        head = {"lm_head.weight": embedding + 1} if has_head else {}
+        save_file({"model.embed_tokens.weight": embedding} | head, tmp_path / "model.safetensors")
+        assert ModelConfig.from_folder(tmp_path).tie_word_embeddings == (is_tied and not has_head)
+
+
 def test_a_key_of_the_text_model_is_followed_or_refused(folder: Path, tmp_path: Path) -> None:
     """As in test_config_keys.py, of the keys that a wrapper treats differently."""
     raw = json.loads((folder / "base" / "config.json").read_text())

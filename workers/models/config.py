@@ -17,6 +17,7 @@ from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, without_axes
 from .sliding import has_rotary, sliding_layers
+from .stored_tensor import folder_has_head
 
 _GENERATION_CONFIG: Final = "generation_config.json"
 
@@ -102,11 +103,16 @@ class ModelConfig:
         if not path.is_file():
             raise ValueError(f"{folder} has no config.json: a model folder in Hugging Face format is needed")
         try:
-            return _parse(_object_of(path), _generation_config(folder).get("eos_token_id"))
+            raw = _object_of(path)
+            config = _parse(raw, _generation_config(folder).get("eos_token_id"))
         except KeyError as error:
             raise ValueError(f"{path} lacks {error.args[0]!r}") from None
-        except (TypeError, AttributeError, OverflowError) as error:  # a value of another type than its key has
+        except (TypeError, AttributeError, ArithmeticError) as error:  # a value of another type than its key has
             raise ValueError(f"{path} cannot be read: {error}") from error
+        if config.is_wrapped and config.tie_word_embeddings and "tie_word_embeddings" not in raw:
+            # Mistral Small 3.1 has a head of its own and does not say so: transformers takes it from the file.
+            config = replace(config, tie_word_embeddings=not folder_has_head(folder))
+        return config
 
     @property
     def shape(self) -> BaseShape:
@@ -253,6 +259,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
         rotaries = _rotated(values, rotaries)
+    if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
+        window = None
     return ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],

@@ -157,3 +157,9 @@ def has_other_head(folder: Path) -> bool:
 def folder_lacks_head(folder: Path) -> bool:
     """The same of a model folder. Raises ValueError for a damaged file."""
     return lacks_head(tensor.name for path in shards(folder) for tensor in stored_tensors(path))
+
+
+def folder_has_head(folder: Path) -> bool:
+    """Whether files of a model folder, which may lack some, have the head. Raises ValueError for a damaged file."""
+    paths = filter(Path.is_file, shards(folder))
+    return HEAD in named_in_full({tensor.name: tensor for path in paths for tensor in stored_tensors(path)})
