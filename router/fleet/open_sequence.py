@@ -154,6 +154,7 @@ class OpenSequence:
             generated_token_ids=[*self._token_ids],
             num_scored=self._num_scored,
             usage=None if self.usage_at is None else self._usage,
+            attempt=self.request.attempt if self.usage_at is None else self._usage.attempt,
             has_begun=self.has_begun or self.limit.has_begun,
             is_resumed=self.is_resumed,
             was_admitted=self.num_moves > 0,
