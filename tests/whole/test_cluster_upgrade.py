@@ -170,7 +170,9 @@ def test_clients_move_from_one_cluster_to_another_and_lose_nothing(clusters: Clu
 def check_that_both_have_it(clusters: Clusters, here: int, there: int, name: str, adapter: str) -> None:
     assert clusters.on(here, upload, name, adapter) == 201
     uploaded = clusters.on(here, versions)[name]
-    eventually(lambda: clusters.on(there, complete, name).status_code == 200)  # routers hear of a change within a second
+    eventually(
+        lambda: clusters.on(there, complete, name).status_code == 200
+    )  # routers hear of a change within a second
     assert clusters.on(there, versions)[name] == uploaded
 
 
