@@ -13,7 +13,6 @@ from typing import Any, Final
 from starlette.types import Scope
 
 from ..config import CurrentConfig
-from .json_body import warning_header
 
 # The id of a request: its client's own if that is harmless, else a new one. It is in the answer and in the logs.
 
@@ -43,6 +42,21 @@ def request_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
 _KEY: Final = "motet.request"
 # Of an answer's id these characters are random. Those before them are derived from the prompt.
 NUM_ANSWER_CHARS: Final = 21
+WARNING_HEADER: Final = b"x-motet-warning"
+MOST_NAMES: Final = 8  # in a header
+_MOST_CHARS: Final = 64  # of a name
+_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+
+
+def warning_header(names: Sequence[str]) -> tuple[bytes, bytes]:
+    """The warning header for these ignored fields; it lists some of very many.
+
+    >>> warning_header(["logit_bias", "tools[0]"])
+    (b'x-motet-warning', b'ignored fields: logit_bias, tools[0]')
+    """
+    parts = [_UNSAFE.sub("?", name[:_MOST_CHARS]) for name in names[:MOST_NAMES]]
+    more = ", ..." if len(names) > MOST_NAMES else ""
+    return WARNING_HEADER, f"ignored fields: {', '.join(parts)}{more}".encode("ascii")
 
 
 @dataclass(slots=True, kw_only=True)

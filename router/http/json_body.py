@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Raw, inspect
 
+from .access_log import MOST_NAMES
 from .errors import ApiError, invalid_value
 
 T = TypeVar("T")
@@ -50,10 +51,6 @@ def explained(error: msgspec.ValidationError) -> ApiError:
 # Objects within others are looked into as well, but those that are passed on as they are, such as JSON schemas. A
 # struct's `harmless_names` are what clients send back of an answer, or to spare cost: no answer differs for them.
 
-WARNING_HEADER: Final = b"x-motet-warning"
-MOST_NAMES: Final = 8  # in a header
-_MOST_CHARS: Final = 64  # of a name
-_UNSAFE: Final = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 _OBJECT: Final = msgspec.json.Decoder(dict[str, Raw])
 _LIST: Final = msgspec.json.Decoder(list[Raw])
 
@@ -142,14 +139,3 @@ def _unknown(value: Raw, names: _Names, where: str) -> Iterator[str]:
         case b"[":
             for entry in _LIST.decode(value):
                 yield from _unknown(entry, names, f"{where.removesuffix('.')}[].")
-
-
-def warning_header(names: Sequence[str]) -> tuple[bytes, bytes]:
-    """The warning header for these ignored fields; it lists some of very many.
-
-    >>> warning_header(["logit_bias", "tools[0]"])
-    (b'x-motet-warning', b'ignored fields: logit_bias, tools[0]')
-    """
-    parts = [_UNSAFE.sub("?", name[:_MOST_CHARS]) for name in names[:MOST_NAMES]]
-    more = ", ..." if len(names) > MOST_NAMES else ""
-    return WARNING_HEADER, f"ignored fields: {', '.join(parts)}{more}".encode("ascii")

@@ -19,6 +19,8 @@ OTHERS = {
     "control_tokens": "nowhere",
     "response_template": "none",
     "adapter_base": "match",
+    "sampling_defaults": "openai",
+    "vision_lora": "leave-out",
     "base_aliases": "mirror",
     "kv_host_bytes": 1 << 20,
     "access_log": False,
