@@ -145,9 +145,7 @@ class OpenSequence:
 
     def request_from_here(self, sequence_id: int) -> SequenceRequest:
         """The request for a leader that is to continue after the tokens so far. `sequence_id`: of its connection."""
-        left_s = None
-        if self._deadline is not None:
-            left_s = max(0.0, self._deadline - asyncio.get_running_loop().time())
+        left_s = None if self._deadline is None else max(0.0, self._deadline - asyncio.get_running_loop().time())
         return msgspec.structs.replace(
             self.request,
             sequence_id=sequence_id,

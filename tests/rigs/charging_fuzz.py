@@ -420,7 +420,9 @@ class World:
             assert refusal in REFUSALS or router.redis.is_dead
             self.num_events["refused"] += 1
             return not router.redis.is_dead
-        if router.redis.is_dead:  # it died when it had answered
+        if router.redis.is_dead:  # it died while the request waited for Redis, and its death ends the answer
+            died_with = generation.progress()
+            account.settle(Ending(progress=died_with, error="", is_cancelled=True, first_token_s=None, duration_s=0.0))
             return False
         style = StreamStyle(EventIds(answer.id, "acme", b"k" * 32)) if answer.is_stream else None
         form = (

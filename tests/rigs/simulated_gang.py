@@ -49,12 +49,14 @@ class _Executor:
 
     def __init__(self) -> None:
         self._plan: StepPlan | None = None
+        self.on_plan: Callable[[], None] = lambda: None  # a step was planned
         self.on_part: Callable[[SequencePlan], None] = lambda part: None  # each part of a plan that is computed
         self.broken: set[int] = set()  # sequences, by the engine's ids, whose logits are not finite
         self._coming: tuple[str, ...] = ()
 
     def begin(self, plan: StepPlan) -> None:
         self._plan = plan
+        self.on_plan()
 
     def finish(self) -> StepResult:
         plan, self._plan = self._plan, None
@@ -103,6 +105,7 @@ class SimulatedEngine:
         loop = asyncio.get_running_loop()
         self.scheduler = Scheduler(limits, frozenset(), lambda ref: 2, clock=loop.time)
         self._executor = _Executor()
+        self._executor.on_plan = self._note_beams
         self._executor.on_part = self._count
         self._engine = Engine(self.scheduler, self._executor, INFO, clock=loop.time)
         self.breaks = False  # no logits are finite any more
@@ -133,9 +136,12 @@ class SimulatedEngine:
         self._inbox.append(message)
         self._wake()
 
-    def _count(self, part: SequencePlan) -> None:
+    def _note_beams(self) -> None:
+        """Before the step is computed: a search may end meanwhile, and its beams are computed all the same."""
         for group in self.scheduler._beams._groups.values():
             self._beams |= {place.sequence_id: place for place in group.places}
+
+    def _count(self, part: SequencePlan) -> None:
         beam = self._beams.get(part.sequence_id)
         content: tuple[int, ...] = ()
         if beam is not None and beam.beams is not None:

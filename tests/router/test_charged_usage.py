@@ -235,6 +235,30 @@ def test_what_a_stream_that_is_resumed_makes_gangs_compute_again_stands_in_the_l
     simulated(main())
 
 
+def test_a_stream_that_is_resumed_and_then_loses_its_gang_has_what_was_computed_once_in_the_ledger() -> None:
+    """The sequence that the first connection began goes on for the second, and then at another gang."""
+
+    async def main() -> None:
+        async with simulated_fleet() as fleet:
+            lost = await fleet.add_gang()
+            await asyncio.sleep(1)
+            beginning = asyncio.create_task(charged(fleet, max_tokens=60))
+            await asyncio.sleep(25 * STEP_S)
+            resuming = asyncio.create_task(charged(fleet, max_tokens=60, num_seen=[5]))
+            await asyncio.sleep(20 * STEP_S)
+            await fleet.add_gang()
+            await lost.stop()
+            first, second = await beginning, await resuming
+            assert first.ending.error == "taken_over" and not second.ending.error
+            assert not (first.attempts or second.attempts)  # none of them began a sequence again
+            answer = merged(first.entry, second.entry)
+            assert answer.output_tokens == 60 and answer.recomputed_tokens > len(PROMPT)
+            num_computed = sum(gang.engine.num_computed for gang in fleet.gangs)
+            assert answer.computed_tokens <= num_computed + len(fleet.gangs)  # the newest token is not computed
+
+    simulated(main())
+
+
 def test_a_request_whose_timeout_passed_is_charged_what_was_computed() -> None:
     async def main() -> None:
         async with simulated_fleet() as fleet:
