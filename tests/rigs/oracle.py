@@ -164,7 +164,7 @@ VARIANTS: Mapping[str, Variant] = {
             embedding_multiplier=3.0,
             residual_multiplier=0.4,
             attention_multiplier=0.2,
-            logits_scaling=0.7,
+            logits_scaling=1.6,
         )
     ),
     "smollm3": Variant(
