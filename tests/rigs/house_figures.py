@@ -23,6 +23,7 @@ from motet.tests.rigs.imports import ROOT, imported_modules, module_of
 PRODUCT = ("kernels", "adapters", "workers", "router", "cluster")
 CODE = {".py", ".lua", ".h", ".cpp"}
 SHORT_LINES = 60
+_COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")
 # Participles and adverbs say that something happened; a name says what it is.
 FORBIDDEN_NAMES = frozenset(
     {
@@ -148,7 +149,10 @@ def file_cycle() -> tuple[str, ...]:
 
 @dataclass
 class Trace:
-    """The files of the product that ran, and the functions, each with its file."""
+    """The files of the product that ran, and the functions, each with its file.
+
+    Comprehensions of lists, sets and dictionaries are no functions: since Python 3.12 they are part of the one they are in.
+    """
 
     files: set[str] = field(default_factory=set)
     functions: set[tuple[str, str]] = field(default_factory=set)
@@ -156,7 +160,7 @@ class Trace:
     def note(self, frame: FrameType, event: str, _argument: object) -> None:
         if event == "call":
             code = frame.f_code
-            if (path := _product_path(code.co_filename)) is not None:
+            if (path := _product_path(code.co_filename)) is not None and code.co_name not in _COMPREHENSIONS:
                 self.files.add(path)
                 self.functions.add((path, code.co_qualname if sys.version_info >= (3, 11) else code.co_name))
 
