@@ -151,7 +151,7 @@ def file_cycle() -> tuple[str, ...]:
 class Trace:
     """The files of the product that ran, and the functions, each with its file.
 
-    Comprehensions of lists, sets and dictionaries are no functions: since Python 3.12 they are part of the one they are in.
+    Comprehensions of lists, sets and dictionaries are no functions: since Python 3.12 they are part of another one.
     """
 
     files: set[str] = field(default_factory=set)
