@@ -217,6 +217,7 @@ async def test_who_has_begun_waits_even_in_a_crowd(cluster: Cluster, monkeypatch
     await eventually(lambda: all(reader.num_tokens for reader in readers))
     await cluster.kill(gang)
     await eventually(lambda: cluster.dispatcher.gang() is None)
+    await eventually(lambda: cluster.dispatcher.num_waiting == len(readers))
     late = Reader(cluster.submit(0, 1), 0)
     await late.task
     assert late.error is not None
