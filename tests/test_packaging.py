@@ -62,6 +62,7 @@ for name in names:
 """
 # That use other programs or Triton, which the tests' environment has, as docs/benchmarks.md says.
 IN_THE_TESTS_ENVIRONMENT = {
+    "bases",
     "device_idle",
     "hostile",
     "mixed_steps",
