@@ -12,6 +12,8 @@ from .errors import OtherBase, quote
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The linear projections of a layer with a recurrent state (Gated DeltaNet), in this order after those of attention.
+RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 # The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 MAX_RANK = 256
@@ -27,8 +29,15 @@ def family_of_module(module: str) -> str:
 def packing_order(module: str) -> tuple[int, int]:
     """A sort key for modules, in the order in which they are packed: the place of the entry, then the expert."""
     match = _EXPERT.fullmatch(module)
-    place = (*MODULES, *EXPERT_MODULES).index(family_of_module(module))
+    place = (*MODULES, *RECURRENT_MODULES, *EXPERT_MODULES).index(family_of_module(module))
     return place, int(match[1]) if match else 0
+
+
+def _block(module: str) -> str:
+    """The part of a layer that has a module."""
+    if module in RECURRENT_MODULES:
+        return "linear_attn"
+    return "self_attn" if module in MODULES[:4] else "mlp"
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,8 @@ class BaseShape:
     experts: ExpertShape | None = None
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules that are one in the base's files
     head_order: tuple[int, ...] = ()  # which output of q and k each row of a head is; empty: as they are stored
+    gated_head_dim: int | None = None  # q_proj gives each head's q and then its gate, of so many columns; None: q alone
+    recurrent_layers: tuple[int, ...] = ()  # layers with a recurrent state, which have RECURRENT_MODULES for attention
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:
@@ -62,7 +73,13 @@ class BaseShape:
         layers = dict.fromkeys(self.modules, self.num_layers)
         if self.experts is not None:
             layers |= dict.fromkeys(set(EXPERT_MODULES) & layers.keys(), len(self.experts.layers))
+        layers |= dict.fromkeys(set(RECURRENT_MODULES) & layers.keys(), len(self.recurrent_layers))
         return 2 * sum(num_layers * self.count(module) for module, num_layers in layers.items())
+
+    @property
+    def dense_modules(self) -> tuple[str, ...]:
+        """The modules, in the order of kernels' tables, that all rows go through in the layers that have them."""
+        return (*MODULES, *RECURRENT_MODULES) if self.recurrent_layers else MODULES
 
     def members(self, module: str) -> tuple[str, ...]:
         """The modules of a layer that belong to an entry of `modules`."""
@@ -87,8 +104,7 @@ class BaseShape:
         """The name of a module within a layer of this base."""
         match = _EXPERT.fullmatch(module)
         if match is None or self.experts is None:
-            first = self.fused.get(module, (module,))[0]
-            return f"{'self_attn' if first in MODULES[:4] else 'mlp'}.{module}"
+            return f"{_block(self.fused.get(module, (module,))[0])}.{module}"
         return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
 
     def has(self, layer: int, module: str) -> bool:
@@ -96,6 +112,8 @@ class BaseShape:
         entry = family_of_module(module)
         if entry not in self.modules or layer >= self.num_layers:
             return False
+        if self.recurrent_layers and entry in (*MODULES[:4], *RECURRENT_MODULES):
+            return (layer in self.recurrent_layers) == (entry in RECURRENT_MODULES)
         if self.experts is None or entry not in EXPERT_MODULES:
             return True
         return layer in self.experts.layers and packing_order(module)[1] < self.experts.num_experts
@@ -134,7 +152,7 @@ class AdapterVersion:
     @property
     def targets(self) -> tuple[str, ...]:
         targets = set(map(family_of_module, self.module_ranks))
-        return tuple(module for module in (*MODULES, *EXPERT_MODULES) if module in targets)
+        return tuple(module for module in (*MODULES, *RECURRENT_MODULES, *EXPERT_MODULES) if module in targets)
 
     @property
     def stored_bytes(self) -> int:

@@ -128,7 +128,7 @@ def _engine_over(
         _limits(config, geometry, model, device),
         frozenset(model.eos_token_ids),
         lambda ref: layout.num_pages(ref.module_ranks),
-        config.prefix_cache,
+        config.prefix_cache and not model.recurrent,
         replace(tier_sizes(config, geometry), host=num_host_pages),
         clock,
         token_interval_s=token_interval_of(config.token_interval_s, device),
@@ -262,6 +262,7 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig, de
         config.max_num_sequences,
         kept_window(model.window, device),
         model.full_layers,
+        geometry.state.num_pages,
         has_head=model.tie_word_embeddings or not folder_lacks_head(config.model_path),
     )
 

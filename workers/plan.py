@@ -112,6 +112,16 @@ class PoolPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_rows: int
 
 
+class StatePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Where a sequence's recurrent state is before a step, and where it goes. Pages are in the state's own order."""
+
+    source: Int32s  # empty: the sequence begins, with a state of zeros
+    target: Int32s  # the source's pages or others
+    # The state after so many rows is kept there, and the rest of the rows go on from it; 0: it is not.
+    num_kept_rows: int = 0
+    kept: Int32s = b""
+
+
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Compute these tokens of a sequence, writing their KV, and choose the next one if `sample` is there."""
 
@@ -124,6 +134,7 @@ class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     is_fed: bool = False  # its one token is chosen by the step before; `token_ids` has a placeholder
     scores: ScorePlan | None = None  # None: none are requested, or those of these tokens have been computed before
     pool: PoolPlan | None = None  # None: none of these tokens is to be pooled
+    state: StatePlan | None = None  # None: the base has no layers with a recurrent state
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -98,6 +98,7 @@ class GangLimits:
     max_num_sequences: int
     window: int | None = None  # newest tokens whose pages a sequence keeps (`kept_window`); None: all
     full_layers: FullLayers | None = None  # with a window: layers that see all tokens nevertheless; None: none does
+    num_state_pages: int = 0  # that the recurrent state of a sequence takes, however long it is
     has_head: bool = True  # False: the base was saved without its head, and makes embeddings alone
 
     def num_unseen_pages(self, num_tokens: int) -> int:
@@ -111,13 +112,14 @@ class GangLimits:
     def most_pages(self, num_tokens: int) -> int:
         """The most pages that a sequence of so many tokens holds at once."""
         if self.window is None:
-            return pages_for(num_tokens, self.block_size)
+            return pages_for(num_tokens, self.block_size) + self.num_state_pages
         return most_pages(num_tokens, self.block_size, self.window, self.max_tokens_per_step, self.full_layers)
 
     def needed_pages(self, num_tokens: int) -> int:
         """Pages of a pool in which a sequence of so many tokens always gets on: a dense page is filled before others
         are given back for it."""
-        return min(pages_for(num_tokens, self.block_size), self.most_pages(num_tokens) + (self.full_layers is not None))
+        num_pages = pages_for(num_tokens, self.block_size) + self.num_state_pages
+        return min(num_pages, self.most_pages(num_tokens) + (self.full_layers is not None))
 
 
 def pages_for(num_tokens: int, block_size: int) -> int:

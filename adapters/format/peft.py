@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapter import MAX_RANK, MODULES
+from ..adapter import MAX_RANK, MODULES, RECURRENT_MODULES
 from ..errors import AdapterInvalid, quote
 from .strict_json import parse_object
 
@@ -138,6 +138,7 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {
     **{module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES},
+    **{module: f"linear_attn.{module}" for module in RECURRENT_MODULES},
     **{"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"},  # of bases where these are one
 }
 
@@ -147,7 +148,7 @@ TEXT_PREFIX = "model."
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", TEXT_PREFIX)
 _VISION_NAME = re.compile(r"base_model\.model\.(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|mlp)\.(?P<module>[a-z_]+)"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|linear_attn|mlp)\.(?P<module>[a-z_]+)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
 )
 _EXPERT_TENSOR_NAME = re.compile(

@@ -14,12 +14,15 @@ same page ids on all workers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from ..adapter import BaseShape, family_of_module, named_experts
+import numpy as np
+import numpy.typing as npt
+
+from ..adapter import MODULES, RECURRENT_MODULES, BaseShape, family_of_module, named_experts
 
 # How the modules of a base are cut into parts for the workers of a gang, and every adapter with them.
 #
@@ -42,10 +45,13 @@ class Sharding:
     rank: int
     outputs: Mapping[str, tuple[int, int]]  # column-parallel: start and stop of the module's outputs
     inputs: Mapping[str, tuple[int, int]]  # row-parallel: start and stop of the module's inputs
+    # Column-parallel too: several starts and stops of the module's outputs, side by side here.
+    pieces: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
     def key(self, modules: Iterable[str]) -> str:
         """The part's name. Parts with equal keys cut the modules alike."""
-        uncut = any(module not in self.outputs and module not in self.inputs for module in modules)
+        cut = self.outputs.keys() | self.inputs.keys() | self.pieces.keys()
+        uncut = any(module not in cut for module in modules)
         return f"gang{self.degree}-{self.rank}{'-uncut' if uncut else ''}"
 
 
@@ -66,12 +72,12 @@ class ModulePart:
     """The part of one module that a layout packs."""
 
     inputs: tuple[int, int]  # start, stop
-    outputs: tuple[int, int]  # start, stop
+    outputs: tuple[tuple[int, int], ...]  # starts and stops, side by side
 
     @property
     def widths(self) -> tuple[int, int]:
         """Elements of a row of A and of a row of B."""
-        return self.inputs[1] - self.inputs[0], self.outputs[1] - self.outputs[0]
+        return self.inputs[1] - self.inputs[0], sum(stop - start for start, stop in self.outputs)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,8 @@ class AdapterLayout:
         worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
         experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
         order = f"-order{crc32(repr(self.shape.head_order).encode()):08x}" if self.shape.head_order else ""
-        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}-{self.dtype}"
+        gated = f"-gated{self.shape.gated_head_dim}" if self.shape.gated_head_dim is not None else ""
+        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}{gated}-{self.dtype}"
 
     @property
     def page_bytes(self) -> int:
@@ -104,9 +111,26 @@ class AdapterLayout:
         """This worker's part of a module."""
         num_in, num_out = self.shape.modules[module]
         if self.sharding is None:
-            return ModulePart((0, num_in), (0, num_out))
+            return ModulePart((0, num_in), ((0, num_out),))
         inputs = self.sharding.inputs.get(module, (0, num_in))
-        return ModulePart(inputs, self.sharding.outputs.get(module, (0, num_out)))
+        outputs = (self.sharding.outputs.get(module, (0, num_out)),)
+        return ModulePart(inputs, self.sharding.pieces.get(module, outputs))
+
+    def output_order(self, module: str) -> npt.NDArray[np.intp] | None:
+        """Which outputs of the module the rows of its B are, in order; None: those of its one part as they stand."""
+        outputs, shape = self.part(module).outputs, self.shape
+        is_ordered = bool(shape.head_order) and module in ("q_proj", "k_proj")
+        is_gated = shape.gated_head_dim is not None and module == "q_proj"
+        if len(outputs) == 1 and not is_ordered and not is_gated:
+            return None
+        rows = np.concatenate([np.arange(*part) for part in outputs])
+        gates = rows[:0]
+        if is_gated:
+            heads = rows.reshape(-1, 2, shape.gated_head_dim or 0)
+            rows, gates = heads[:, 0].reshape(-1), heads[:, 1].reshape(-1)
+        if is_ordered:
+            rows = rows.reshape(-1, len(shape.head_order))[:, shape.head_order].reshape(-1)
+        return np.concatenate([gates, rows])
 
     def offsets(self, module_ranks: Mapping[str, int]) -> dict[str, ModuleOffsets]:
         """Offsets of the present modules, of each expert its own, in packing order."""
@@ -115,26 +139,38 @@ class AdapterLayout:
             experts = named_experts(entry)
             ranks |= {entry: rank} if experts is None else {_member(entry, expert): rank for expert in experts}
         by_module: dict[str, ModuleOffsets] = {}
-        start = 0
+        start = recurrent_start = 0
         for entry in self.shape.modules:
             a_width, b_width = self.part(entry).widths
+            if entry in RECURRENT_MODULES:  # no layer has them beside attention, whose place they take
+                start, recurrent_start = recurrent_start, start
+            elif entry not in MODULES[:4]:
+                start = recurrent_start = max(start, recurrent_start)
             for module in self.shape.members(entry):
                 rank = ranks.get(module) or ranks.get(entry, 0)
                 if rank:
                     by_module[module] = ModuleOffsets(rank, start, start + rank * a_width)
                     start += rank * (a_width + b_width)
+            if entry in RECURRENT_MODULES:
+                start, recurrent_start = recurrent_start, start
         return by_module
 
     def num_elements(self, module_ranks: Mapping[str, int]) -> int:
         """Elements of the virtual array of one layer."""
-        total = 0
+        total = recurrent = attention = 0
         for entry, rank in module_ranks.items():
             experts = named_experts(entry)
             module = entry if experts is None else family_of_module(entry)
             if module in self.shape.modules:
                 count = self.shape.count(module) if experts is None else len(experts)
-                total += count * rank * sum(self.part(module).widths)
-        return total
+                size = count * rank * sum(self.part(module).widths)
+                if module in RECURRENT_MODULES:
+                    recurrent += size
+                elif module in MODULES[:4]:
+                    attention += size
+                else:
+                    total += size
+        return total + max(attention, recurrent)
 
     def num_pages(self, module_ranks: Mapping[str, int]) -> int:
         """Pages that an adapter takes, the same on every worker of a gang."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -53,12 +52,11 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
     placed = list(_placed(content, layout))
     for first in range(0, num_pages, step):
         last = min(first + step, num_pages)
-        low = bisect_right(placed, first * slab, key=lambda each: each.end)
-        high = bisect_left(placed, last * slab, key=lambda each: each.at.a)
+        here = [each for each in placed if each.end > first * slab and each.at.a < last * slab]
         chunk = np.empty((last - first, layout.shape.num_layers, slab), PAGE_DTYPES[layout.dtype])
         for layer in range(layout.shape.num_layers):
             array = np.zeros((last - first) * slab, chunk.dtype)
-            for each in placed[low:high]:
+            for each in here:
                 lora = content.matrices.get((layer, each.name))
                 if lora is not None:
                     _fill(array, first * slab, lora, each)
@@ -69,12 +67,10 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
 
 
 def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]:
-    order = np.array(layout.shape.head_order, np.intp)
     for name, at in layout.offsets(content.module_ranks).items():
-        part, outputs = layout.part(family_of_module(name)), None
-        if len(order) and name in ("q_proj", "k_proj"):
-            outputs = (np.arange(*part.outputs, len(order))[:, None] + order).reshape(-1)
-        yield _Placed(name, part, at, at.b + at.rank * part.widths[1], outputs)
+        module = family_of_module(name)
+        part = layout.part(module)
+        yield _Placed(name, part, at, at.b + at.rank * part.widths[1], layout.output_order(module))
 
 
 def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:
@@ -86,7 +82,7 @@ def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> Non
         a = lora.a[rows, slice(*part.inputs)].astype(array.dtype)
         _copy_within(array, at.a - start + rows.start * a_width, a)
         rows = _rows_within(at.b - start, b_width, rank, len(array))
-        outputs = slice(*part.outputs) if placed.outputs is None else placed.outputs
+        outputs = slice(*part.outputs[0]) if placed.outputs is None else placed.outputs
         b = lora.b[outputs, rows].astype(np.float32)
         b *= np.float32(lora.scaling)
         _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]

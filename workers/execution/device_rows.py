@@ -15,6 +15,7 @@ from itertools import accumulate, chain, groupby, repeat
 import torch
 
 from ...kernels.attention import AttentionBatch
+from ...kernels.gated_delta import StateBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
 from ...kernels.staging import staged
 from ..decoding.prompt_scoring import PooledRows, ScoredRows, pooled_rows, scored_rows
@@ -87,6 +88,7 @@ class StepInputs:
     samples: tuple[SamplePlan, ...]
     scored: tuple[ScoredRows, ...] = ()
     pooled: tuple[PooledRows, ...] = ()
+    states: StateBatch | None = None  # None: the base has no recurrent states
 
     @property
     def num_rows(self) -> int:
@@ -115,7 +117,36 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
         tuple(s.sample for _, s in sampled if s.sample is not None),
         scored_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
         pooled_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
+        state_batch(sequences, query_starts, device),
     )
+
+
+def state_batch(
+    sequences: Sequence[SequencePlan], query_starts: Sequence[int], device: torch.device
+) -> StateBatch | None:
+    """Whose rows go on from which recurrent state; None: the base has none.
+
+    A sequence whose state is kept in between has two segments, of which the second begins with what is kept.
+    """
+    rows, firsts, source, target, fresh = array("i"), array("i", (0,)), bytearray(), bytearray(), []
+    for sequence, start, stop in zip(sequences, query_starts, query_starts[1:], strict=False):
+        state = sequence.state
+        if state is None:
+            return None
+        rows.append(start)
+        source += state.source or state.target
+        fresh.append(not state.source)
+        if 0 < state.num_kept_rows < stop - start:
+            rows.append(start + state.num_kept_rows)
+            target += state.kept
+            source += state.kept
+            fresh.append(False)
+        target += state.target
+        firsts.append(len(rows))
+    rows.append(query_starts[-1])
+    tables = [torch.frombuffer(each, dtype=torch.int32).view(len(fresh), -1) for each in (source, target)]
+    numbers = [torch.frombuffer(each, dtype=torch.int32) for each in (rows, firsts)]
+    return StateBatch(*(each.to(device) for each in (*numbers, *tables, torch.tensor(fresh))))
 
 
 def _ints(numbers: Iterable[int]) -> torch.Tensor:

@@ -256,6 +256,7 @@ def _with_pages(part: SequencePlan, pages: Int32s) -> SequencePlan:
         part.is_fed,
         part.scores,
         part.pool,
+        part.state,
     )
 
 

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...adapters.adapter import EXPERT_MODULES, MODULES
+from ...adapters.adapter import EXPERT_MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.attention import AttentionBatch, PagedAttention, split_batch
 from ...kernels.backend import Kernels
+from ...kernels.gated_delta import StateBatch
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ...kernels.pages import copy_slabs
 from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
@@ -21,7 +22,7 @@ from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.page_arrays import PoolGeometry, kv_layers
 from ..models.decoder import Decoder
-from ..models.layers import ForwardContext
+from ..models.layers import Attention, ForwardContext
 from ..models.passes import in_turn
 from ..models.step_adapters import AdapterTables, StepAdapters
 from ..models.step_program import prepare_step
@@ -173,7 +174,8 @@ class Runner:
         assert self._rows is not None, "what a recorded pass reads must stay where it is: keep_tables comes first"
         if not self._tables.can_be_recorded:
             return
-        attention = self._decoder.layers[0].attention  # all layers' heads are alike
+        attention = self._decoder.layers[-1].attention  # all layers' heads are alike
+        assert isinstance(attention, Attention), "steps with recurrent states are not recorded"
         self._mixed_graphs = MixedGraphs(
             self._hidden_states,
             self._kernels.paged_attention,
@@ -317,7 +319,7 @@ class Runner:
         hidden = None
         if isinstance(inputs, DeviceInputs) and not inputs.is_decode and self._mixed_graphs is not None:
             hidden = self._mixed_graphs.hidden_states(inputs, adapters)
-        context = self._context(inputs.attention, adapters)
+        context = self._context(inputs.attention, adapters, inputs.states)
         if hidden is None and self._step is not None:
             hidden = self._step.run(inputs.token_ids, inputs.attention, context.lora, context.expert_lora)
         elif hidden is None:
@@ -367,7 +369,9 @@ class Runner:
         kernels = replace(self._kernels, paged_attention=attend)
         return self._decoder.hidden_states(token_ids, replace(context, kernels=kernels))
 
-    def _context(self, attention: AttentionBatch, adapters: StepAdapters | None) -> ForwardContext:
+    def _context(
+        self, attention: AttentionBatch, adapters: StepAdapters | None, states: StateBatch | None = None
+    ) -> ForwardContext:
         return ForwardContext(
             self._kernels,
             self._parallel,
@@ -377,6 +381,8 @@ class Runner:
             None if adapters is None else adapters.experts,
             self._rotary,
             self._kv,
+            states,
+            self._geometry.state.layers,
         )
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...], part: int = 0) -> StepAdapters | None:
@@ -399,7 +405,8 @@ class Runner:
             return tuple(ModuleSlice(at.rank, at.rank, at.a, at.b) if at else ABSENT for at in module_offsets)
 
         experts: tuple[PagedAdapter, ...] = ()
-        if any(module not in MODULES for module in offsets):
+        dense = shape.dense_modules
+        if any(module not in dense for module in offsets):
             of_experts = zip(*(shape.members(module) for module in EXPERT_MODULES), strict=True)
             experts = tuple(PagedAdapter(residence.pages, slices(modules)) for modules in of_experts)
-        return PagedAdapter(residence.pages, slices(MODULES), experts)
+        return PagedAdapter(residence.pages, slices(dense), experts)

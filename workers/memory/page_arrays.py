@@ -23,8 +23,10 @@ from ...kernels.huge_pages import zeros_in_huge_pages
 from ...kernels.pages import copy_runs, read_pages, write_pages
 from ...kernels.pinned_zeros import pinned_zeros
 from ..config import KVDtype
+from ..models.config import slab_of_head
 from ..models.sharding import ModelSharding
 from ..window_pages import FullLayers
+from .state_pages import StateLayout, state_layout
 
 # A worker's one tensor of pages, for KV and adapters.
 
@@ -43,6 +45,8 @@ class PoolGeometry:
     dtype: torch.dtype
     kv_dtype: KVDtype = "dtype"  # "dtype": the pool's own
     full_layers: FullLayers | None = None  # page tables have numbers of slabs; None: of pages, and layers are in order
+    num_kv_layers: int | None = None  # layers with KV, side by side in a page, where others have a state; None: all
+    state: StateLayout = StateLayout(0, ())
 
     @property
     def page_bytes(self) -> int:
@@ -65,7 +69,20 @@ def pool_of(
     """The pool of one worker with `num_pages` pages."""
     config, slab = sharding.config, sharding.slab(block_size, kv_dtype, dtype.itemsize)
     kv = (sharding.num_kv_heads, config.head_dim)
-    return PoolGeometry(num_pages, config.num_layers, slab, block_size, *kv, dtype, kv_dtype, config.full_layers)
+    num_kv_layers = None if config.recurrent is None else len(config.kv_layers)
+    state = state_layout(sharding, config.num_layers * slab, dtype)
+    return PoolGeometry(
+        num_pages,
+        config.num_layers,
+        slab,
+        block_size,
+        *kv,
+        dtype,
+        kv_dtype,
+        config.full_layers,
+        num_kv_layers,
+        state,
+    )
 
 
 def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
@@ -81,12 +98,17 @@ def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
 
 
 def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]:
-    """The same pages as KV, by layer: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, or `Float8KV` of these.
+    """The same pages as KV, by layer with attention: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, or `Float8KV` of these.
 
     Where tables have numbers of slabs, the slabs from the layer's own on: `[num_slabs, …]`.
     """
     shape = (geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
-    if geometry.full_layers is None:
+    if geometry.num_kv_layers is not None:
+        pages, kv_slab = pool.flatten(1), geometry.num_kv_heads * slab_of_head(
+            geometry.head_dim, geometry.block_size, geometry.kv_dtype, geometry.dtype.itemsize
+        )
+        layers = [pages[:, start : start + kv_slab] for start in range(0, geometry.num_kv_layers * kv_slab, kv_slab)]
+    elif geometry.full_layers is None:
         layers = [pool[:, layer] for layer in range(geometry.num_layers)]
     else:
         slabs = pool.flatten(0, 1)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
+from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES, BaseShape, ExpertShape
 from ...kernels.norms import ACTIVATIONS
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, without_axes
-from .sliding import has_rotary, sliding_layers
+from .sliding import has_rotary, recurrent_layers, sliding_layers
 from .stored_tensor import folder_has_head
 
 _GENERATION_CONFIG: Final = "generation_config.json"
@@ -65,6 +65,57 @@ class ExpertConfig:
 
 
 @dataclass(frozen=True)
+class RecurrentConfig:
+    """The layers with a recurrent state (Gated DeltaNet). Sizes are of the whole model, before any sharding."""
+
+    layers: tuple[bool, ...]  # True: a recurrent state, False: attention
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int  # of a head
+    value_dim: int
+    kernel: int  # newest inputs that the convolution sees, a token's own included
+
+    @staticmethod
+    def from_values(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:
+        """None: no layer has such a state. Raises ValueError for contradicting numbers."""
+        if not family.recurrent or not any(layers := recurrent_layers(values)):
+            return None
+        if all(layers):
+            raise ValueError("layer_types has 'linear_attention' alone: at least one layer with attention is needed")
+        num_key_heads, num_value_heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
+        if num_value_heads % num_key_heads:
+            raise ValueError(
+                f"linear_num_value_heads = {num_value_heads}: a multiple of linear_num_key_heads = {num_key_heads} "
+                "is needed"
+            )
+        if values[family.activation_key] != "silu":
+            raise ValueError(
+                f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
+                "computed with 'silu' alone"
+            )
+        return RecurrentConfig(
+            layers,
+            num_key_heads,
+            num_value_heads,
+            values["linear_key_head_dim"],
+            values["linear_value_head_dim"],
+            values["linear_conv_kernel_dim"],
+        )
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution, over q, k and v."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of RECURRENT_MODULES."""
+        values = self.num_value_heads * self.value_dim
+        num_out = (self.num_channels, values, self.num_value_heads, self.num_value_heads)
+        sides = [*((hidden, each) for each in num_out), (values, hidden)]
+        return dict(zip(RECURRENT_MODULES, sides, strict=True))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only base. Counts are of the whole model, before any sharding."""
 
@@ -95,6 +146,7 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     head_order: tuple[int, ...] = ()  # see `rotary_config.head_order`
     is_wrapped: bool = False  # the text model of one that takes pictures too
+    recurrent: RecurrentConfig | None = None
 
     @staticmethod
     def from_folder(folder: Path) -> ModelConfig:
@@ -118,7 +170,9 @@ class ModelConfig:
     def shape(self) -> BaseShape:
         """The shape that adapters must fit. A base with experts takes adapters of its attention and its experts."""
         hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        attn = {"q_proj": (hidden, query), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (query, hidden)}
+        gated = self.family.gated_attention
+        all_query = 2 * query if gated else query
+        attn = {"q_proj": (hidden, all_query), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (query, hidden)}
         dense = {
             "gate_proj": (hidden, self.intermediate_size),
             "up_proj": (hidden, self.intermediate_size),
@@ -128,9 +182,11 @@ class ModelConfig:
         if experts is None or names is None:
             return BaseShape(
                 self.num_layers,
-                attn | dense,
+                attn | ({} if self.recurrent is None else self.recurrent.modules(hidden)) | dense,
                 fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
                 head_order=self.head_order,
+                gated_head_dim=self.head_dim if gated else None,
+                recurrent_layers=self.recurrent_layers,
                 is_wrapped=self.is_wrapped,
             )
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
@@ -138,6 +194,16 @@ class ModelConfig:
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
         called = {gate: names.gate, up: names.up, down: names.down}
         return BaseShape(self.num_layers, attn | sparse, ExpertShape(experts.num_experts, layers, names.block, called))
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a recurrent state."""
+        return () if self.recurrent is None else tuple(i for i, has in enumerate(self.recurrent.layers) if has)
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
 
     @property
     def window(self) -> int | None:
@@ -238,6 +304,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         raw = _text_config(raw, wrapper)
         _refuse_unsupported(raw)
     family = _family(raw) if wrapper is None else wrapper.text
+    if family.ignores_axes:
+        raw = without_axes(raw, has_axes=False)
     values = read_keys(raw, family)
     activation = values[family.activation_key]
     activation = family.activations.get(activation, activation)
@@ -250,7 +318,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
-    slides, window = sliding_layers(values, family.slides), values.get("sliding_window")
+    slides = sliding_layers(values, family.slides, recurrent=family.recurrent)
+    window = values.get("sliding_window")
     rotaries = layer_rotaries(
         {**raw, **values}, slides, family.rope_theta, family.local_rope_theta, family.rotated_share, family.rope_kinds
     )
@@ -291,6 +360,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None,
+        recurrent=RecurrentConfig.from_values(values, family),
     )
 
 

@@ -250,6 +250,12 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "shared_expert_intermediate_size": _SIZE,
     "norm_topk_prob": _FLAG,
     "decoder_sparse_step": _SIZE,
+    "full_attention_interval": _SIZE,
+    "linear_conv_kernel_dim": ("a whole number from 2", lambda value: is_whole(value, 2)),
+    "linear_key_head_dim": _SIZE,
+    "linear_value_head_dim": _SIZE,
+    "linear_num_key_heads": _SIZE,
+    "linear_num_value_heads": _SIZE,
     "rope_local_base_freq": _NUMBER,
     "mlp_only_layers": _LAYERS,
 }

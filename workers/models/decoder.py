@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ...adapters.adapter import RECURRENT_MODULES
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
+from ...kernels.gated_delta import GatedDelta
 from .config import ModelConfig
 from .families import VISION_PREFIXES
 from .layers import (
@@ -14,6 +16,8 @@ from .layers import (
     GATE_UP,
     OUTPUT,
     QKV,
+    RECURRENT_IN,
+    RECURRENT_OUT,
     Attention,
     DecoderLayer,
     ExpertMlp,
@@ -21,6 +25,7 @@ from .layers import (
     GatedMlp,
     HeadNorm,
     LoraLinear,
+    RecurrentMixer,
     SharedExpert,
 )
 from .passes import Pass, alone
@@ -39,7 +44,7 @@ def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, ke
     loader.split_fused()
     return DecoderLayer(
         index,
-        loader.attention(),
+        loader.recurrent() if index in config.recurrent_layers else loader.attention(),
         loader.experts() if has_experts else loader.mlp(),
         attention_norm=loader.norm("input_layernorm"),
         mlp_norm=loader.norm(config.family.mlp_norm),
@@ -83,16 +88,17 @@ class _LayerLoader:
         config, sharding, dim, hidden = self._config, self._sharding, self._config.head_dim, self._config.hidden_size
         query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
         num_query, num_kv = config.num_heads * dim, config.num_kv_heads * dim
-        sizes = {"q_proj": (num_query, query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
+        gated = 2 if config.family.gated_attention else 1
+        all_query = gated * query[0], gated * query[1]
+        sizes = {"q_proj": (gated * num_query, all_query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
         weights = {name: self._rows(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()}
         biases = {
             name: self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
             for name, (size, part) in sizes.items()
             if config.qkv_bias
         }
-        if config.head_order:
-            for tensors in (weights, biases):
-                tensors |= {name: self._in_order(tensors[name]) for name in ("q_proj", "k_proj") if name in tensors}
+        for tensors in (weights, biases):
+            tensors |= {name: self._in_order(tensors[name], name) for name in ("q_proj", "k_proj") if name in tensors}
         bias = torch.cat([*biases.values()]) if biases else None
         return Attention(
             qkv=LoraLinear(self._pack_layer(torch.cat([*weights.values()])), bias, QKV),
@@ -104,6 +110,47 @@ class _LayerLoader:
             scale=config.attention_scale,
             softcap=config.attention_softcap,
             window=config.sliding_windows[self._index],
+            kv_index=config.kv_layers.index(self._index),
+            is_gated=config.family.gated_attention,
+        )
+
+    def recurrent(self) -> RecurrentMixer:
+        config, sharding = self._config.recurrent, self._sharding
+        assert config is not None
+        sides, pieces = config.modules(self._config.hidden_size), sharding.recurrent_pieces
+        weights = [
+            self._checkpoint.take(f"{self.prefix}linear_attn.{name}.weight", sides[name][::-1])
+            for name in RECURRENT_MODULES[:-1]
+        ]
+        rows = [
+            weight[start:stop]
+            for name, weight in zip(RECURRENT_MODULES, weights, strict=False)
+            for start, stop in pieces[name]
+        ]
+        (values,), (heads,) = pieces["out_proj"], pieces["in_proj_a"]
+
+        def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return self._checkpoint.take(f"{self.prefix}linear_attn.{name}", shape)
+
+        conv = numbers("conv1d.weight", (config.num_channels, 1, config.kernel)).squeeze(1)
+        conv = torch.cat([conv[start:stop] for start, stop in pieces["in_proj_qkv"]])
+        num_heads = config.num_value_heads
+        rule = GatedDelta(
+            conv,
+            -numbers("A_log", (num_heads,))[slice(*heads)].float().exp(),
+            numbers("dt_bias", (num_heads,))[slice(*heads)].float(),
+            numbers("norm.weight", (config.value_dim,)).float(),
+            self._config.norm_eps,
+            config.num_key_heads // sharding.degree,
+            num_heads // sharding.degree,
+            config.key_dim,
+            config.value_dim,
+        )
+        return RecurrentMixer(
+            LoraLinear(self._pack_layer(torch.cat(rows)), None, RECURRENT_IN),
+            self._row_linear("linear_attn.out_proj", num_heads * config.value_dim, values, RECURRENT_OUT, False),
+            rule,
+            self._config.recurrent_layers.index(self._index),
         )
 
     def mlp(self) -> GatedMlp:
@@ -167,14 +214,17 @@ class _LayerLoader:
             load_norm(f"{self.prefix}self_attn.{name}_norm", config.head_dim, self._sharding, self._checkpoint)
             for name in "qk"
         )
-        if config.head_order:
-            q, k = self._in_order(q), self._in_order(k)
-        return HeadNorm(q, k, config.norm_eps)
+        return HeadNorm(self._in_order(q, "k_proj"), self._in_order(k, "k_proj"), config.norm_eps)
 
-    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of heads in the order in which they are rotated."""
-        heads = rows.view(-1, self._config.head_dim, *rows.shape[1:])
-        return heads[:, list(self._config.head_order)].flatten(0, 1)
+    def _in_order(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows of heads in the order in which they are rotated, those of q after their gates."""
+        config, gates = self._config, rows[:0]
+        if config.family.gated_attention and name == "q_proj":
+            heads = rows.unflatten(0, (-1, 2, config.head_dim))
+            rows, gates = heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
+        if config.head_order:
+            rows = rows.unflatten(0, (-1, config.head_dim))[:, list(config.head_order)].flatten(0, 1)
+        return torch.cat([gates, rows]) if len(gates) else rows
 
     def _row_linear(self, name: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
         hidden = self._config.hidden_size
@@ -273,6 +323,8 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     else:
         head = checkpoint.take("lm_head.weight", (vocab, hidden), rows=part)
     checkpoint.drop(suffix="rotary_emb.inv_freq")
+    if config.recurrent is not None:
+        checkpoint.drop(prefix="mtp.")  # it guesses several tokens at once: another model beside this one
     for prefix in VISION_PREFIXES if config.is_wrapped else ():
         checkpoint.drop(prefix=prefix)
         checkpoint.drop(prefix=f"model.{prefix}")

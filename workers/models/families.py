@@ -67,6 +67,9 @@ class Family:
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
     experts: ExpertNames | None = None  # None: the family has no experts
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
+    recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
+    gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
+    ignores_axes: bool = False  # of a rotary embedding for pictures, which text alone does not have
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property
@@ -303,6 +306,29 @@ FAMILIES = {
         local_rope_theta=10_000.0,
         linear_is_in_context=True,
     ),
+    "Qwen3_5ForCausalLM": Family(
+        "qwen3_5",
+        "qwen3_5_text",
+        _COMMON
+        | {
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "attention_bias": False,
+            "layer_types": None,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+        },
+        qk_norm=True,
+        norm_offset=1.0,
+        rotated_share=0.25,
+        recurrent=True,
+        gated_attention=True,
+        ignores_axes=True,
+    ),
 }
 
 
@@ -341,6 +367,7 @@ WRAPPERS = {
     "Qwen2_5_VLForConditionalGeneration": Wrapper(
         "qwen2_5_vl", replace(_QWEN2_VL, model_type="qwen2_5_vl_text"), may_be_flat=True, has_axes=True
     ),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", FAMILIES["Qwen3_5ForCausalLM"]),
     "Qwen3VLForConditionalGeneration": Wrapper(
         "qwen3_vl",
         replace(

@@ -7,11 +7,12 @@ from typing import Protocol
 
 import torch
 
-from ...adapters.adapter import MODULES
+from ...adapters.adapter import MODULES, RECURRENT_MODULES
 from ...kernels.attention import AttentionBatch, LayerKV
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight
+from ...kernels.gated_delta import GatedDelta, LayerState, StateBatch
 from ...kernels.lora import LoraBatch
 from ..parallel import Parallel
 from .passes import Pass
@@ -24,6 +25,9 @@ QKV = tuple(MODULES.index(name) for name in ("q_proj", "k_proj", "v_proj"))
 OUTPUT = (MODULES.index("o_proj"),)
 GATE_UP = tuple(MODULES.index(name) for name in ("gate_proj", "up_proj"))
 DOWN = (MODULES.index("down_proj"),)
+# Indices in `BaseShape.dense_modules` of a base with recurrent states.
+RECURRENT_IN = tuple(range(len(MODULES), len(MODULES) + len(RECURRENT_MODULES) - 1))
+RECURRENT_OUT = (len(MODULES) + len(RECURRENT_MODULES) - 1,)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class ForwardContext:
     lora: LoraBatch | None  # None: no row has an adapter
     expert_lora: ExpertLoraBatch | None  # None: no row has an adapter with parts for experts
     rotary: tuple[torch.Tensor, ...]  # by layer, [num_positions, 2, head_dim // 2] each
-    kv: tuple[LayerKV, ...]  # by layer, views of the pool
+    kv: tuple[LayerKV, ...]  # by layer with attention, views of the pool
+    states: StateBatch | None = None  # None: no layer has a recurrent state
+    state_places: tuple[LayerState, ...] = ()  # by layer with a recurrent state
 
 
 @dataclass(frozen=True)
@@ -81,18 +87,43 @@ class Attention:
     scale: float
     softcap: float | None
     window: int | None
+    kv_index: int  # among the layers with attention
+    is_gated: bool = False  # before q there is a gate of the output
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
-        heads = self.qkv(x, layer, context).view(x.shape[0], -1, self.head_dim)
+        columns, gate = self.qkv(x, layer, context), None
+        if self.is_gated:
+            num_gates = self.num_heads * self.head_dim
+            gate, columns = columns[:, :num_gates], columns[:, num_gates:].contiguous()
+        heads = columns.view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.head_norm is not None:
             q = kernels.rms_norm(q, self.head_norm.q, self.head_norm.eps)
             k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
-        kv = context.kv[layer]
+        kv = context.kv[self.kv_index]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
         attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap)
-        return self.output(attended.flatten(1), layer, context)
+        attended = attended.flatten(1)
+        if gate is not None:
+            attended = kernels.multiply_gate(attended, gate)
+        return self.output(attended, layer, context)
+
+
+@dataclass(frozen=True)
+class RecurrentMixer:
+    """Gated DeltaNet (arXiv 2412.06464) in place of attention: this worker's partial sum."""
+
+    inputs: LoraLinear  # q, k, v, gate, update rates and decays, side by side
+    output: LoraLinear
+    rule: GatedDelta
+    state_index: int  # among the layers with a recurrent state
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        assert context.states is not None, "a step's states come with its rows"
+        columns, place = self.inputs(x, layer, context), context.state_places[self.state_index]
+        mixed = context.kernels.gated_delta(columns, self.rule, context.pool, place, context.states)
+        return self.output(mixed, layer, context)
 
 
 class Mlp(Protocol):
@@ -117,7 +148,7 @@ class GatedMlp:
 @dataclass(frozen=True)
 class DecoderLayer:
     index: int
-    attention: Attention
+    attention: Attention | RecurrentMixer
     mlp: Mlp
     attention_norm: torch.Tensor  # [hidden]
     mlp_norm: torch.Tensor

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...adapters.adapter import EXPERT_MODULES
+from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES
 from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
 from ..config import ExpertSharding, KVDtype
 from .config import ModelConfig, slab_of_head
 
 Range = tuple[int, int]  # start, stop
+_SLAB_ELEMENTS = 32  # a multiple: kernels read 16 bytes and more at a time, states are float32
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class ModelSharding:
         if not 0 <= self.rank < degree:
             raise ValueError(f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang")
         shared = {"attention heads": config.num_heads, "hidden features": config.hidden_size} | self._mlp_features()
+        if config.recurrent is not None:
+            shared["key heads of layers with a recurrent state"] = config.recurrent.num_key_heads
         for label, count in shared.items():
             if count % degree:
                 raise ValueError(f"a gang of {degree} workers cannot share {count} {label}: a divisor is needed")
@@ -75,6 +78,25 @@ class ModelSharding:
         return self._share(self.config.experts.shared_intermediate_size or 0)
 
     @property
+    def recurrent_pieces(self) -> dict[str, tuple[Range, ...]]:
+        """By module of layers with a recurrent state: the outputs of the base that are this worker's, side by side.
+
+        Of `out_proj`: its inputs.
+        """
+        recurrent = self.config.recurrent
+        assert recurrent is not None
+        key_start, key_stop = (head * recurrent.key_dim for head in self._share(recurrent.num_key_heads))
+        heads = self._share(recurrent.num_value_heads)
+        values = heads[0] * recurrent.value_dim, heads[1] * recurrent.value_dim
+        all_keys = recurrent.num_key_heads * recurrent.key_dim
+        qkv = (
+            (key_start, key_stop),
+            (all_keys + key_start, all_keys + key_stop),
+            (2 * all_keys + values[0], 2 * all_keys + values[1]),
+        )
+        return dict(zip(RECURRENT_MODULES, (qkv, (values,), (heads,), (heads,), (values,)), strict=True))
+
+    @property
     def vocabulary(self) -> Range:
         """Rows of the embedding and of the head; the last worker may have fewer."""
         share = -(-self.config.vocab_size // self.degree)
@@ -92,7 +114,18 @@ class ModelSharding:
         return (hidden, (query + 2 * kv) * dim), (query * dim, hidden), (hidden, 2 * width), (width, hidden)
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
-        """Elements that a page of `block_size` tokens holds in one layer of this worker; see `slab_of_head`."""
+        """Elements that a page of `block_size` tokens holds in one layer of this worker; see `slab_of_head`.
+
+        Where layers have a recurrent state in place of KV, the KV of the others is spread over the slabs of all.
+        """
+        config, kv = self.config, self.kv_slab(block_size, kv_dtype, element_bytes)
+        if config.recurrent is None:
+            return kv
+        slab = -(-kv * len(config.kv_layers) // config.num_layers)
+        return -(-slab // _SLAB_ELEMENTS) * _SLAB_ELEMENTS
+
+    def kv_slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
+        """Elements of the KV of `block_size` tokens in one layer of this worker."""
         return self.num_kv_heads * slab_of_head(self.config.head_dim, block_size, kv_dtype, element_bytes)
 
     def layout(self, block_size: int, dtype: Dtype, kv_dtype: KVDtype = "dtype") -> AdapterLayout:
@@ -100,14 +133,18 @@ class ModelSharding:
         sharding = None
         if self.degree > 1:
             query, kv = self._features(self.heads), self._features(self.kv_heads)
-            outputs = {"q_proj": query, "k_proj": kv, "v_proj": kv}
+            gated = 2 if self.config.family.gated_attention else 1
+            outputs = {"q_proj": (gated * query[0], gated * query[1]), "k_proj": kv, "v_proj": kv}
             outputs |= {"gate_proj": self.intermediate, "up_proj": self.intermediate}
             inputs = {"o_proj": query, "down_proj": self.intermediate}
             if self.config.experts is not None and self.expert_sharding == "tensor":
                 gate, up, down = EXPERT_MODULES
                 outputs |= {gate: self.expert_features, up: self.expert_features}
                 inputs |= {down: self.expert_features}
-            sharding = Sharding(self.degree, self.rank, outputs, inputs)
+            pieces = {} if self.config.recurrent is None else self.recurrent_pieces
+            if pieces:
+                inputs |= {RECURRENT_MODULES[-1]: pieces.pop(RECURRENT_MODULES[-1])[0]}
+            sharding = Sharding(self.degree, self.rank, outputs, inputs, pieces)
         slab = self.slab(block_size, kv_dtype, PAGE_DTYPES[dtype].itemsize)
         return AdapterLayout(self.config.shape, slab, dtype, sharding)
 

@@ -12,19 +12,32 @@ from typing import Any
 Slides = Callable[[Mapping[str, Any], int], bool]  # values, layer
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
+_RECURRENT = "linear_attention"
 
 
-def sliding_layers(values: Mapping[str, Any], slides: Slides) -> tuple[bool, ...]:
-    """For each layer whether it slides. Raises ValueError for `layer_types` that do not fit the layers."""
+def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
+    """For each layer of a base that has such ones whether it has a recurrent state in place of attention."""
+    kinds, interval = values["layer_types"], int(values["full_attention_interval"])
+    if kinds:
+        return tuple(kind == _RECURRENT for kind in kinds)
+    return tuple((layer + 1) % interval != 0 for layer in range(values["num_hidden_layers"]))
+
+
+def sliding_layers(values: Mapping[str, Any], slides: Slides, *, recurrent: bool = False) -> tuple[bool, ...]:
+    """For each layer whether it slides. Raises ValueError for `layer_types` that do not fit the layers.
+
+    `recurrent`: layers may have a recurrent state instead, and then do not slide.
+    """
     num_layers, kinds = values["num_hidden_layers"], values.get("layer_types")
     if not kinds:
         kinds = ["sliding_attention" if slides(values, layer) else "full_attention" for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries: num_hidden_layers = {num_layers} needs as many")
+    accepted = {**_KINDS, _RECURRENT: False} if recurrent else _KINDS
     for kind in kinds:
-        if kind not in _KINDS:
-            raise ValueError(f"layer_types has {kind!r}: {', '.join(_KINDS)} are accepted")
-    layers = tuple(_KINDS[kind] for kind in kinds)
+        if kind not in accepted:
+            raise ValueError(f"layer_types has {kind!r}: {', '.join(accepted)} are accepted")
+    layers = tuple(accepted[kind] for kind in kinds)
     if any(layers) and not values.get("use_sliding_window", True):
         raise ValueError("layer_types has 'sliding_attention', and use_sliding_window = false: true is needed")
     if any(layers) and values.get("sliding_window") is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.adapter import EXPERT_MODULES, MAX_RANK, MODULES
+from ...adapters.adapter import EXPERT_MODULES, MAX_RANK
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.backend import Kernels
 from ...kernels.expert_lora import ExpertLoraBatch
@@ -34,7 +34,7 @@ class AdapterTables:
             sides = tuple(widths.get(module, (0, 0)) for module in modules)
             return LoraGeometry(layout.shape.num_layers, layout.slab, layout.tile, sides)
 
-        self._geometry, self._experts = of(MODULES), layout.shape.experts
+        self._geometry, self._experts = of(layout.shape.dense_modules), layout.shape.experts
         self._expert_geometry = of(EXPERT_MODULES) if self._experts is not None else None
 
     @property

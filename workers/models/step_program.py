@@ -68,8 +68,14 @@ def why_not(decoder: Decoder, kernels: Kernels, parallel: Parallel, kv: Sequence
         return "several workers exchange sums within a step"
     if kernels.float8 is not None or not all(isinstance(layer, torch.Tensor) for layer in kv):
         return "weights or KV have eight bits"
+    if not all(isinstance(layer.attention, Attention) for layer in decoder.layers):
+        return "layers have a recurrent state"
     assert kernels.step is not None
-    return kernels.step.why_not([heads_of(layer.attention) for layer in decoder.layers])
+    return kernels.step.why_not([heads_of(attention) for attention in _attentions(decoder)])
+
+
+def _attentions(decoder: Decoder) -> list[Attention]:
+    return [layer.attention for layer in decoder.layers if isinstance(layer.attention, Attention)]
 
 
 def heads_of(attention: Attention) -> Heads:
@@ -86,7 +92,7 @@ def program_of(decoder: Decoder, rotary: Sequence[torch.Tensor], kv: Sequence[La
 
 def _widths(decoder: Decoder) -> tuple[int, ...]:
     """By register. Layers of a kind are alike."""
-    hidden, heads = decoder.embedding.shape[1], heads_of(decoder.layers[0].attention)
+    hidden, heads = decoder.embedding.shape[1], heads_of(_attentions(decoder)[0])
     query = heads.num_heads * heads.head_dim
     widths = {RESIDUAL: hidden, NORMED: hidden, OUTPUT: hidden, ROTATED: query, ATTENDED: query}
     widths[QKV] = query + 2 * heads.num_kv_heads * heads.head_dim
@@ -106,7 +112,9 @@ def _widths(decoder: Decoder) -> tuple[int, ...]:
 
 
 def _layer(layer: DecoderLayer, rotary: torch.Tensor, kv: LayerKV, *, is_first: bool) -> Iterator[Operation]:
-    attention, eps, heads = layer.attention, layer.norm_eps, heads_of(layer.attention)
+    attention, eps = layer.attention, layer.norm_eps
+    assert isinstance(attention, Attention)
+    heads = heads_of(attention)
     if is_first:  # nothing is to be added to the residual yet
         yield AddNorm(RESIDUAL, None, NORMED, layer.attention_norm, eps)
     else:

@@ -84,6 +84,10 @@ class DecodePlanner:
                 older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
                 if not self._copy_last_page(sequence, older):
                     continue
+            if sequence.beams is not None and self._shares_state(sequence):
+                older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
+                if not self._copy_state(sequence, older):
+                    continue
             sequence.num_planned += 1
             sequence.num_coming += sequence.beams is None
             planned.append(sequence)
@@ -108,6 +112,8 @@ class DecodePlanner:
                     break
                 shares = not is_full and self._shares_last_page(beam)
                 if shares and not self._copy_last_page(beam, older, may_preempt=False):
+                    break
+                if self._shares_state(beam) and not self._copy_state(beam, older, may_preempt=False):
                     break
                 beam.num_planned += 1
                 planned.append(beam)
@@ -141,13 +147,14 @@ class DecodePlanner:
         prefix, limits = self._prefixes.found_beside(beam, group.root), self._limits
         num_pages = pages_for(beam.num_uncomputed, limits.block_size) - prefix.num_pages
         max_pages = limits.most_pages(beam.num_uncomputed) - len(prefix.held_pages)
-        num_pages = min(num_pages, max(1, max_pages))
+        num_pages = min(num_pages, max(1, max_pages)) + limits.num_state_pages
         self._memory.prefixes.acquire(prefix.held_pages)  # first, so that they are not evicted for the new ones
         older.reach_running(group.root, self._running.rank)
         if not self._make_room(group.root, older, num_pages):
             self._memory.prefixes.release(prefix.held_pages)
             return False
-        self._prefixes.enter(beam, prefix, self._memory.allocator.allocate(num_pages) or ())
+        pages = self._memory.allocator.allocate(num_pages) or ()
+        self._prefixes.enter(beam, prefix, pages[limits.num_state_pages :], pages[: limits.num_state_pages])
         beam.num_at_start = beam.num_computed
         self._beams.join(group, beam)
         return True
@@ -166,6 +173,24 @@ class DecodePlanner:
             (page,) = self._memory.allocator.allocate(1) or ()
             self._prefixes.copy_shared(beam.pages[-1], page)
             beam.replace_last(page)
+        return True
+
+    def _shares_state(self, beam: GrowingSequence) -> bool:
+        pages = beam.state_pages[:1]  # others hold all of them or none
+        return any(self._prefixes.is_shared(page, self._memory.allocator.num_holders(page)) for page in pages)
+
+    def _copy_state(self, beam: GrowingSequence, older: OlderSequences, *, may_preempt: bool = True) -> bool:
+        """Gives the beam a copy of its recurrent state, as `_copy_last_page` does of its last page."""
+        num_pages = len(beam.state_pages)
+        if self._memory.allocator.num_free < num_pages:
+            older.reach_running(beam, self._running.rank)
+        if not self._make_room(beam, older, num_pages, may_preempt=may_preempt):
+            return False
+        if self._shares_state(beam):  # otherwise those that had it were preempted
+            pages = self._memory.allocator.allocate(num_pages) or ()
+            for source, target in zip(beam.state_pages, pages, strict=True):
+                self._prefixes.copy_shared(source, target)
+            beam.state_pages = pages
         return True
 
     def _has_mask(self, sequence: GrowingSequence) -> bool:

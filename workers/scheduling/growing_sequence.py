@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ..fairness.page_times import HeldPages
 from ..fairness.tenant_counters import TenantCounter
-from ..plan import INT32_BYTES, Int32s, PoolPlan, SamplePlan, ScorePlan, SeenTokens, packed
+from ..plan import INT32_BYTES, Int32s, PoolPlan, SamplePlan, ScorePlan, SeenTokens, StatePlan, packed
 from ..window_pages import FullLayers, GangLimits
 from ..wire.beams import BeamRules
 from ..wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUsage
@@ -45,6 +45,7 @@ class GrowingSequence:
     pages: tuple[int, ...] = ()  # all that it has had, in order; changed by `hold` and `grow`
     num_gone: int = 0  # its first pages that it holds no more: no layer sees them. Their numbers mean nothing
     dense_pages: tuple[int, ...] = ()  # that have what full layers see of its first `num_gone` pages
+    state_pages: tuple[int, ...] = ()  # of its recurrent state, where the base has one
     packed_pages: Int32s = b""  # the table as plans carry it, updated only when pages are added or given back
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -198,11 +199,11 @@ class GrowingSequence:
 
     @property
     def held_pages(self) -> tuple[int, ...]:
-        return (*self.dense_pages, *self.pages[self.num_gone :])
+        return (*self.dense_pages, *self.pages[self.num_gone :], *self.state_pages)
 
     @property
     def num_held_pages(self) -> int:
-        return len(self.pages) - self.num_gone + len(self.dense_pages)
+        return len(self.pages) - self.num_gone + len(self.dense_pages) + len(self.state_pages)
 
     def num_that_fit(self, block_size: int) -> int:
         """Tokens that the next plan could compute on the pages that the sequence has.
@@ -211,9 +212,15 @@ class GrowingSequence:
         """
         return min(self.num_unplanned, len(self.pages) * block_size - self.next_position)
 
-    def hold(self, pages: tuple[int, ...], num_gone: int = 0, dense_pages: tuple[int, ...] = ()) -> None:
+    def hold(
+        self,
+        pages: tuple[int, ...],
+        num_gone: int = 0,
+        dense_pages: tuple[int, ...] = (),
+        state_pages: tuple[int, ...] = (),
+    ) -> None:
         """Sets the sequence's pages, the first `num_gone` of which are not held."""
-        self.pages, self.num_gone, self.dense_pages = pages, num_gone, dense_pages
+        self.pages, self.num_gone, self.dense_pages, self.state_pages = pages, num_gone, dense_pages, state_pages
         layers = self.full_layers
         self.packed_pages = packed(
             pages if layers is None else [*layers.dense_entries(dense_pages), *layers.entries(pages[num_gone:])]
@@ -225,6 +232,7 @@ class GrowingSequence:
         self.token_ids[split:] = parent.token_ids[split:]
         self.page_keys = parent.page_keys[:]
         self.pages, self.num_gone, self.dense_pages = parent.pages, parent.num_gone, parent.dense_pages
+        self.state_pages = parent.state_pages
         self.packed_pages, self.num_kept_pages = parent.packed_pages, parent.num_kept_pages
         self.num_computed = parent.num_computed
         self.num_counted = parent.num_counted
@@ -262,6 +270,13 @@ class GrowingSequence:
         """
         pages, self.num_gone = self.pages[self.num_gone : num_gone], num_gone
         return pages
+
+    def state_plan(self, start: int) -> StatePlan | None:
+        """Where its state is for a part of a plan that begins at position `start`; None: the base has none."""
+        if not self.state_pages:
+            return None
+        pages = packed(self.state_pages)
+        return StatePlan(pages if start else b"", pages)
 
     def begin_run(self) -> None:
         """Its run begins with `num_computed` tokens that need not be computed."""

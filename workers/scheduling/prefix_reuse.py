@@ -172,7 +172,7 @@ class PrefixReuse:
             prefix = self._in_pool(keys)
             if self._limits.full_layers is not None:
                 prefix = self._cut(keys, prefix, self._most_found(sequence))
-        if self._limits.window is None:
+        if self._limits.window is None and not self._limits.num_state_pages:
             max_pages = min(len(sequence.token_ids) - 1, running.num_computed) // self._block_size
             first = slice(self._block_size)
             if max_pages > prefix.num_pages and sequence.token_ids[first] == running.token_ids[first]:
@@ -307,13 +307,18 @@ class PrefixReuse:
                 del self._pending[key]
                 self._waiting.page_resolved(key)
 
-    def enter(self, sequence: GrowingSequence, prefix: FoundPrefix, new_pages: Sequence[int]) -> None:
+    def enter(
+        self, sequence: GrowingSequence, prefix: FoundPrefix, new_pages: Sequence[int], state_pages: Sequence[int] = ()
+    ) -> None:
         """Starts the sequence on the pages of its `prefix` and on `new_pages` for the rest.
+
+        `state_pages`: for its recurrent state, where the base has one.
 
         Its first own page begins as a copy of a kept page if the two have enough first tokens in common.
         """
         num_found, num_unseen = prefix.num_pages, prefix.num_unseen
-        sequence.hold((*repeat(0, num_unseen), *prefix.pages, *new_pages), num_unseen, tuple(prefix.dense_pages))
+        pages = (*repeat(0, num_unseen), *prefix.pages, *new_pages)
+        sequence.hold(pages, num_unseen, tuple(prefix.dense_pages), tuple(state_pages))
         sequence.num_kept_pages = num_found
         sequence.num_computed = num_found * self._block_size + self._copy_begun(sequence, num_found)
         self.num_cached_tokens += sequence.num_computed

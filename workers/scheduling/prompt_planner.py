@@ -387,6 +387,8 @@ class PromptPlanner:
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - prefix.num_pages
         max_pages = self._limits.most_pages(sequence.num_uncomputed) - len(prefix.held_pages)
         num_pages = min(num_pages, max(1, max_pages))
+        num_state_pages = self._limits.num_state_pages
+        num_pages += num_state_pages
         keep = older.adapters | self._waiting.kept_from(sequence)
         num_left_free = older.num_reserved_pages + self._running.reserve.num_pages(sequence, num_pages)
         if not self._memory.has_room(num_pages + num_left_free, keep, prefix.held_pages):
@@ -402,7 +404,8 @@ class PromptPlanner:
         if sequence.began_at is None:
             sequence.began_at = self._clock()
         self._num_held = num_held
-        self._prefixes.enter(sequence, prefix, self._memory.allocator.allocate(num_pages) or ())
+        pages = self._memory.allocator.allocate(num_pages) or ()
+        self._prefixes.enter(sequence, prefix, pages[num_state_pages:], pages[:num_state_pages])
         sequence.begin_run()
         self._running.add(sequence)
         self._counters.charge(sequence.counter, prompt_price(0, sequence.num_computed))

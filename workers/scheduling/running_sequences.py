@@ -75,7 +75,18 @@ class PlannedStep:
             pages = sequence.packed_pages
             pool = sequence.pool_plan(start, start + 1) if sequence.is_pooled else None
             parts.append(
-                SequencePlan(sequence.sequence_id, (token_id,), start, pages, digest, sample, is_fed, pool=pool)
+                SequencePlan(
+                    sequence.sequence_id,
+                    (token_id,),
+                    start,
+                    pages,
+                    digest,
+                    sample,
+                    is_fed,
+                    None,
+                    pool,
+                    sequence.state_plan(start),
+                )
             )
         if drops:
             self.beams = [sequence for sequence in self.beams if sequence not in drops]
@@ -91,7 +102,8 @@ def _beam_part(sequence: GrowingSequence) -> SequencePlan:
     start = sequence.num_computed + sequence.num_planned - 1
     sample = SamplePlan(sequence.sampling, sequence.seed, start + 1 - sequence.num_prompt_tokens)
     token_ids, pages = (sequence.token_ids[start],), sequence.packed_pages
-    return SequencePlan(sequence.sequence_id, token_ids, start, pages, sequence.adapter_digest, sample)
+    state = sequence.state_plan(start)
+    return SequencePlan(sequence.sequence_id, token_ids, start, pages, sequence.adapter_digest, sample, state=state)
 
 
 def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
@@ -109,7 +121,17 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int) -> PlannedChunk:
     scores = pool = None
     if not sequence.is_scored:
         scores, pool = sequence.score_plan(start, end), sequence.pool_plan(start, end)
-    part = SequencePlan(sequence.sequence_id, token_ids, start, pages, digest, sample, scores=scores, pool=pool)
+    part = SequencePlan(
+        sequence.sequence_id,
+        token_ids,
+        start,
+        pages,
+        digest,
+        sample,
+        scores=scores,
+        pool=pool,
+        state=sequence.state_plan(start),
+    )
     return PlannedChunk(sequence, part)
 
 
