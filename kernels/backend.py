@@ -23,6 +23,7 @@ from .attention import KVWriter, PagedAttention
 from .expert_lora import CapturableExpertLora, ExpertLoraKernels
 from .experts import ExpertKernels, ExpertWeight
 from .float8 import Float8Kernels
+from .gated_delta import GatedDeltaRule
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
 from .native import onednn_linear
@@ -39,6 +40,7 @@ from .plain import float8_kv as plain_float8_kv
 from .plain.expert_lora import HostExpertLora
 from .plain.experts import PlainExperts
 from .plain.float8 import PlainFloat8
+from .plain.gated_delta import gated_delta as plain_gated_delta
 from .plain.lora import PlainLora
 from .plain.sampling import PlainSampling
 from .sampling import SamplingKernels
@@ -62,6 +64,8 @@ class Kernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     gated: Callable[[torch.Tensor, str], torch.Tensor]  # see `norms.gated`
+    multiply_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # see `norms.multiply_gate`
+    gated_delta: GatedDeltaRule
     write_kv: KVWriter
     paged_attention: PagedAttention
     lora: LoraKernels
@@ -116,6 +120,8 @@ def plain_kernels() -> Kernels:
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         gated=norms.gated,
+        multiply_gate=norms.multiply_gate,
+        gated_delta=plain_gated_delta,
         write_kv=plain_attention.write_kv,
         paged_attention=plain_attention.paged_attention,
         lora=lora,
@@ -154,6 +160,8 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
         gated=rows.gated,
+        multiply_gate=norms.multiply_gate,
+        gated_delta=plain_gated_delta,
         write_kv=attention.write_kv,
         paged_attention=attention.paged_attention,
         lora=lora,
@@ -200,6 +208,8 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         rms_norm=triton_rows.rms_norm,
         add_rms_norm=triton_rows.add_rms_norm,
         gated=triton_rows.gated,
+        multiply_gate=norms.multiply_gate,
+        gated_delta=plain_gated_delta,
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,

@@ -61,3 +61,8 @@ def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate) * up
+
+
+def multiply_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """x * sigmoid(gate), of one shape: a gate on the output of attention, as in Qwen3-Next."""
+    return x * gate.sigmoid()

@@ -1,0 +1,116 @@
+"""Gated DeltaNet in plain torch: the plain twin, which the fast kernels are tested against.
+
+It goes on row by row, for all heads at once, and for all sequences whose segments have equally many rows, as decodes
+have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch.nn.functional import silu, softplus
+
+from ..gated_delta import GatedDelta, LayerState, StateBatch
+
+
+def gated_delta(
+    x: torch.Tensor, layer: GatedDelta, pool: torch.Tensor, state: LayerState, batch: StateBatch
+) -> torch.Tensor:
+    """See `gated_delta.GatedDeltaRule`."""
+    assert x.shape[1] == layer.width, "x is q | k | v | z | b | a"
+    states = _States(pool, layer, state)
+    starts = batch.segment_rows.tolist()
+    out = x.new_empty(len(x), layer.num_value_heads * layer.value_dim)
+    sequences = list(pairwise(batch.sequence_segments.tolist()))
+    for turn in range(max((end - start for start, end in sequences), default=0)):
+        by_length: dict[int, list[int]] = {}
+        for first, end in sequences:
+            if (segment := first + turn) < end:
+                by_length.setdefault(starts[segment + 1] - starts[segment], []).append(segment)
+        for length, segments in by_length.items():
+            chosen = torch.tensor(segments, device=x.device)
+            rows = torch.tensor([starts[segment] for segment in segments], device=x.device)
+            rows = rows[:, None] + torch.arange(length, device=x.device)
+            source, is_fresh = batch.source[chosen].long(), batch.is_fresh[chosen]
+            before = states.read(torch.where(is_fresh[:, None], 0, source), is_fresh)
+            found, after = _advance(x[rows], layer, before)
+            out[rows] = found
+            states.write(batch.target[chosen].long(), after)
+    return out
+
+
+@dataclass(frozen=True)
+class _State:
+    """A layer's state of some sequences."""
+
+    heads: torch.Tensor  # [num_sequences, num_value_heads, key_dim, value_dim] float32
+    kept: torch.Tensor  # [num_sequences, num_kept, channels] of the pool's dtype
+
+
+class _States:
+    """A layer's states in their pages."""
+
+    def __init__(self, pool: torch.Tensor, layer: GatedDelta, state: LayerState) -> None:
+        assert pool.is_contiguous() and pool[0].nbytes % 4 == 0, "a page is a run of whole float32 elements"
+        self._pages = pool.flatten(1)
+        self._floats = self._pages.view(torch.float32)
+        self._state, self._shape = state, (layer.key_dim, layer.value_dim)
+        self._kept = (layer.num_kept, layer.num_channels)
+
+    def read(self, pages: torch.Tensor, is_fresh: torch.Tensor) -> _State:
+        """Of `pages` `[num_sequences, num_state_pages]`; zeros of fresh ones."""
+        heads = [place.index_select(0, pages[:, page]) for page, place in self._heads()]
+        all_heads = torch.stack(heads, 1).masked_fill(is_fresh[:, None, None], 0).unflatten(2, self._shape)
+        kept = self._conv().index_select(0, pages[:, self._state.conv_page])
+        return _State(all_heads, kept.masked_fill(is_fresh[:, None], 0).unflatten(1, self._kept))
+
+    def write(self, pages: torch.Tensor, state: _State) -> None:
+        for (page, place), content in zip(self._heads(), state.heads.flatten(2).unbind(1), strict=True):
+            place.index_copy_(0, pages[:, page], content)
+        self._conv().index_copy_(0, pages[:, self._state.conv_page], state.kept.flatten(1))
+
+    def _heads(self) -> list[tuple[int, torch.Tensor]]:
+        """For each head, which of a state's pages has it, and its place in all pages of the pool."""
+        size = self._shape[0] * self._shape[1]
+        return [(page, self._floats[:, offset : offset + size]) for page, offset in self._state.heads]
+
+    def _conv(self) -> torch.Tensor:
+        offset = self._state.conv_offset
+        return self._pages[:, offset : offset + self._kept[0] * self._kept[1]]
+
+
+def _advance(x: torch.Tensor, layer: GatedDelta, state: _State) -> tuple[torch.Tensor, _State]:
+    """The results for x `[num_sequences, length, width]`, and the states after it."""
+    length = x.shape[1]
+    key_heads, value_heads = (layer.num_key_heads, layer.key_dim), (layer.num_value_heads, layer.value_dim)
+    num_keys, num_values = layer.num_key_heads * layer.key_dim, layer.num_value_heads * layer.value_dim
+    parts = [layer.num_channels, num_values, layer.num_value_heads, layer.num_value_heads]
+    mixed, z, b, a = x.split(parts, dim=2)
+    inputs = torch.cat([state.kept, mixed], 1)
+    wide, convolved = inputs.float(), torch.zeros_like(mixed, dtype=torch.float32)
+    for place, tap in enumerate(layer.taps):
+        convolved += wide[:, place : place + length] * tap
+    q, k, v = silu(convolved.to(x.dtype)).float().split([num_keys, num_keys, num_values], dim=2)
+    per_key = layer.num_value_heads // layer.num_key_heads
+    q = _unit(q.unflatten(2, key_heads)).repeat_interleave(per_key, 2) * layer.key_dim**-0.5
+    k = _unit(k.unflatten(2, key_heads)).repeat_interleave(per_key, 2)
+    v = v.unflatten(2, value_heads)
+    beta = b.sigmoid().float()
+    factor = (layer.decay * softplus(a.float() + layer.dt_bias)).exp()
+    heads, found = state.heads, torch.empty_like(v)
+    for row in range(length):
+        heads = heads * factor[:, row, :, None, None]
+        d = (v[:, row] - (heads * k[:, row, :, :, None]).sum(2)) * beta[:, row, :, None]
+        heads = heads + k[:, row, :, :, None] * d[:, :, None]
+        found[:, row] = (heads * q[:, row, :, :, None]).sum(2)
+    wide = found.to(x.dtype).float()
+    normed = (wide * (wide.square().mean(-1, keepdim=True) + layer.eps).rsqrt()).to(x.dtype)
+    weighted = (normed.float() * layer.norm).to(x.dtype)
+    gated = (weighted.float() * silu(z.unflatten(2, value_heads).float())).to(x.dtype)
+    return gated.flatten(2), _State(heads, inputs[:, length:])
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
