@@ -20,8 +20,8 @@ from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
-from motet.workers.models.sharding import layouts_of_gang
-from motet.workers.plan import StepPlan
+from motet.workers.models.sharding import ModelSharding, layouts_of_gang
+from motet.workers.plan import StepPlan, unpacked
 from motet.workers.scheduling.measured_costs import MeasuredCosts
 from motet.workers.wire.messages import (
     AdapterRef,
@@ -64,7 +64,7 @@ class Stock:
         model_path: Path, adapters: Mapping[str, Path], store_path: Path, block_size: int = 8, dtype: Dtype = "float32"
     ) -> Stock:
         model, store = ModelConfig.from_folder(model_path), AdapterStore(store_path)
-        layout = AdapterLayout(model.shape, model.slab(block_size), dtype)
+        layout = ModelSharding(model).layout(block_size, dtype)
         refs = {}
         for name, folder in adapters.items():
             config = (folder / "adapter_config.json").read_bytes()
@@ -193,8 +193,12 @@ class EngineRig:
             if plan.sequences:
                 batch = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")  # the order of its rows
                 sampling = [sequence for sequence in batch if sequence.sample is not None]
+                states = [each.state for each in batch if each.state is not None]
+                pages = [page for state in states for page in unpacked(state.target)]
+                before = executor.runner.pool[pages]
                 for sequence, row in zip(sampling, executor.runner.logits(plan), strict=True):
                     self.outputs[sequence.sequence_id].logits.append(row)
+                executor.runner.pool[pages] = before
             begin(plan)
 
         executor.begin = tapped  # type: ignore[method-assign]

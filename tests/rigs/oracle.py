@@ -43,12 +43,16 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen2VLConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from motet.adapters.adapter import RECURRENT_MODULES
 
 VOCAB_SIZE = 160
 NUM_LAYERS = 3
@@ -196,6 +200,18 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "glm4": Variant(lambda: Glm4Config(**SHAPE, head_dim=24)),
     "ernie4_5": Variant(lambda: Ernie4_5Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=20, use_bias=True)),
+    "qwen3_5": Variant(
+        lambda: Qwen3_5TextConfig(
+            **SHAPE,
+            head_dim=24,
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=6,
+            linear_key_head_dim=12,
+            linear_value_head_dim=20,
+        )
+    ),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -288,15 +304,18 @@ class AdapterRecipe:
 
 RECIPES: tuple[AdapterRecipe, ...] = (
     AdapterRecipe("rank1", {"r": 1, "lora_alpha": 3, "target_modules": ["q_proj"]}),
-    AdapterRecipe("rank3", {"r": 3, "lora_alpha": 5, "target_modules": ["v_proj", "o_proj", "down_proj"]}),
+    AdapterRecipe("rank3", {"r": 3, "lora_alpha": 5, "target_modules": ["v_proj", "o_proj", "down_proj", "out_proj"]}),
     AdapterRecipe("rank8", {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION)}),
-    AdapterRecipe("rank16_rslora", {"r": 16, "lora_alpha": 8, "target_modules": list(ALL_LINEAR), "use_rslora": True}),
+    AdapterRecipe(
+        "rank16_rslora",
+        {"r": 16, "lora_alpha": 8, "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES], "use_rslora": True},
+    ),
     AdapterRecipe(
         "patterns",
         {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": list(ALL_LINEAR),
+            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES],
             "rank_pattern": {"q_proj": 2, "layers.1.mlp.gate_proj": 7, r".*\.0\.mlp\.(up|down)_proj": 5},
             "alpha_pattern": {"k_proj": 3, "layers.2.self_attn.v_proj": 20},
         },
@@ -374,8 +393,9 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
 
 def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
+    targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
+    targets = (*targets, *names.intersection(RECURRENT_MODULES))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     for seed, recipe in enumerate(RECIPES):
@@ -433,6 +453,7 @@ class Oracle:
             for name in others:
                 model.load_adapter(adapters[name], adapter_name=name)
         self._model = model.eval()
+        modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
 
     def answers(
         self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None], num_tokens: int
@@ -516,13 +537,47 @@ class Oracle:
         return logits
 
 
+def exact_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated DeltaNet token by token in float64: transformers' own, by chunks in float32, is off by up to 5e-3."""
+    assert use_qk_l2norm_in_kernel
+    q, k, v = query.double(), key.double(), value.double()
+    q, k = (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for each in (q, k))
+    q, k = (each.repeat_interleave(v.shape[2] // each.shape[2], dim=2) for each in (q, k))
+    batch_size, num_tokens, num_heads, value_dim = v.shape
+    state = v.new_zeros(batch_size, num_heads, k.shape[-1], value_dim)
+    if initial_state is not None:
+        state = initial_state.double()
+    rows = list[torch.Tensor]()
+    for token in range(num_tokens):
+        state = state * g[:, token].double().exp()[..., None, None]
+        wanted = v[:, token] - torch.einsum("bhkv,bhk->bhv", state, k[:, token])
+        change = wanted * beta[:, token].double()[..., None]
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, token], change)
+        rows.append(torch.einsum("bhkv,bhk->bhv", state, q[:, token]) * q.shape[-1] ** -0.5)
+    return torch.stack(rows, dim=1).to(query.dtype), state.float() if output_final_state else None
+
+
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     gemma = model.config.model_type.startswith("gemma")
+    adds_one = gemma or model.config.model_type.startswith("qwen3_5")
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
-            _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which Gemma adds by itself
-            if "norm" in name and not gemma:
+            _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which some families add by themselves
+            if "norm" in name and (not adds_one or "linear_attn" in name):
                 parameter.data += 1.0
+            elif "A_log" in name:  # states that last for a few tokens, and for many
+                parameter.data -= torch.linspace(0.0, 4.0, len(parameter))
         elif "embed_tokens" in name:
             # Small enough that a tied head does not just repeat the input; Gemma scales it by 8.
             _draw(parameter, 0.2 if gemma else 0.4, generator)

@@ -19,7 +19,7 @@ from ...kernels.gated_delta import StateBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
 from ...kernels.staging import staged
 from ..decoding.prompt_scoring import PooledRows, ScoredRows, pooled_rows, scored_rows
-from ..plan import INT32_BYTES, Int32s, SamplePlan, SequencePlan, StepPlan, unpacked
+from ..plan import INT32_BYTES, Int32s, SamplePlan, SequencePlan, StatePlan, StepPlan, packed, unpacked
 from .begun_step import BegunStep
 
 # Sequences' lists of pages, kept on a device: a step copies only new pages there.
@@ -95,8 +95,17 @@ class StepInputs:
         return len(self.token_ids)
 
 
-def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: int, device: torch.device) -> StepInputs:
-    """Lays out a plan with at least one sequence; neighbours share an adapter where they can."""
+def make_inputs(
+    plan: StepPlan,
+    adapters: dict[str, PagedAdapter],
+    block_size: int,
+    device: torch.device,
+    num_state_pages: int = 0,
+) -> StepInputs:
+    """Lays out a plan with at least one sequence; neighbours share an adapter where they can.
+
+    `num_state_pages`: of a sequence's recurrent state; 0: the base has none.
+    """
     sequences = sorted(plan.sequences, key=lambda sequence: sequence.adapter or "")
     query_starts = tuple(accumulate((len(s.token_ids) for s in sequences), initial=0))
     sampled = [(row_end - 1, s) for s, row_end in zip(sequences, query_starts[1:], strict=True) if s.sample is not None]
@@ -117,22 +126,22 @@ def make_inputs(plan: StepPlan, adapters: dict[str, PagedAdapter], block_size: i
         tuple(s.sample for _, s in sampled if s.sample is not None),
         scored_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
         pooled_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
-        state_batch(sequences, query_starts, device),
+        state_batch(sequences, query_starts, num_state_pages, device) if num_state_pages else None,
     )
 
 
 def state_batch(
-    sequences: Sequence[SequencePlan], query_starts: Sequence[int], device: torch.device
-) -> StateBatch | None:
-    """Whose rows go on from which recurrent state; None: the base has none.
+    sequences: Sequence[SequencePlan], query_starts: Sequence[int], num_state_pages: int, device: torch.device
+) -> StateBatch:
+    """Whose rows go on from which recurrent state.
 
-    A sequence whose state is kept in between has two segments, of which the second begins with what is kept.
+    A sequence whose state is kept in between has two segments, of which the second begins with what is kept. Sequences
+    of a plan that only measures have none in it: they write to the pool's first page.
     """
+    unused = StatePlan(b"", packed([0] * num_state_pages))
     rows, firsts, source, target, fresh = array("i"), array("i", (0,)), bytearray(), bytearray(), []
     for sequence, start, stop in zip(sequences, query_starts, query_starts[1:], strict=False):
-        state = sequence.state
-        if state is None:
-            return None
+        state = sequence.state or unused
         rows.append(start)
         source += state.source or state.target
         fresh.append(not state.source)

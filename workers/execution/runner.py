@@ -306,7 +306,8 @@ class Runner:
         adapters = {digest: adapter for digest, (_, adapter) in self._paged_adapters.items()}
         if self._rows is not None:
             return self._rows.inputs(plan, adapters, before or BegunStep())
-        return make_inputs(plan, adapters, self._geometry.block_size, self._pool.device)
+        geometry = self._geometry
+        return make_inputs(plan, adapters, geometry.block_size, self._pool.device, geometry.state.num_pages)
 
     def _launch(self, inputs: StepInputs | DeviceInputs) -> _Launched:
         if (first := self.nano_batches.get(inputs.num_rows)) is not None:

@@ -160,6 +160,7 @@ class Prefetcher:
         """
         num_held = self._prefixes.num_held_by_others(sequence, {} if held_by_others is None else held_by_others)
         num_pages = pages_for(sequence.num_uncomputed, self._limits.block_size) - num_held
+        num_pages += self._limits.num_state_pages
         return min(num_pages, self._limits.most_pages(sequence.num_uncomputed))
 
     def _lacks(self, sequence: GrowingSequence, loads: FreeLoads, held_by_others: HeldByOthers) -> bool:
