@@ -128,7 +128,7 @@ def _engine_over(
         _limits(config, geometry, model, device),
         frozenset(model.eos_token_ids),
         lambda ref: layout.num_pages(ref.module_ranks),
-        config.prefix_cache and not model.recurrent,
+        config.prefix_cache,
         replace(tier_sizes(config, geometry), host=num_host_pages),
         clock,
         token_interval_s=token_interval_of(config.token_interval_s, device),

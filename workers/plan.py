@@ -117,8 +117,8 @@ class StatePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     source: Int32s  # empty: the sequence begins, with a state of zeros
     target: Int32s  # the source's pages or others
-    # The state after so many rows is kept there, and the rest of the rows go on from it; 0: it is not.
-    num_kept_rows: int = 0
+    # The state after so many rows, ascending and less than all, is kept there too, one after the other.
+    kept_rows: tuple[int, ...] = ()
     kept: Int32s = b""
 
 

@@ -19,6 +19,7 @@ from motet.workers.config import EngineConfig
 from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import LocalExecutor
+from motet.workers.memory.page_arrays import pool_of
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.plan import StepPlan, unpacked
@@ -76,7 +77,14 @@ class Stock:
     def num_pages(self, num_tokens: int, adapter: str | None) -> int:
         """Pages that a request takes for its prompt and completion of this many tokens, and for its adapter."""
         ranks = {} if adapter is None else self.refs[adapter].module_ranks
-        return -(-(num_tokens - 1) // self.block_size) + self.layout.num_pages(ranks)  # the last token has no KV
+        num_kv_pages = -(-(num_tokens - 1) // self.block_size)  # the last token has no KV
+        return num_kv_pages + self.num_state_pages + self.layout.num_pages(ranks)
+
+    @property
+    def num_state_pages(self) -> int:
+        """Pages of a sequence's recurrent state."""
+        sharding = ModelSharding(ModelConfig.from_folder(self.model_path))
+        return pool_of(sharding, self.block_size, getattr(torch, self.layout.dtype), 1).state.num_pages
 
     def gang_config(self, num_pages: int, degree: int, **settings: Any) -> EngineConfig:
         """Of a gang whose workers have pools of so many pages; the store gets the adapters as they pack them."""

@@ -135,22 +135,18 @@ def state_batch(
 ) -> StateBatch:
     """Whose rows go on from which recurrent state.
 
-    A sequence whose state is kept in between has two segments, of which the second begins with what is kept. Sequences
-    of a plan that only measures have none in it: they write to the pool's first page.
+    A sequence whose state is kept in between has several segments, which begin with what is kept. Sequences of a plan
+    that only measures have no state in it: they write to the pool's first page.
     """
     unused = StatePlan(b"", packed([0] * num_state_pages))
     rows, firsts, source, target, fresh = array("i"), array("i", (0,)), bytearray(), bytearray(), []
-    for sequence, start, stop in zip(sequences, query_starts, query_starts[1:], strict=False):
+    for sequence, start in zip(sequences, query_starts, strict=False):
         state = sequence.state or unused
         rows.append(start)
-        source += state.source or state.target
-        fresh.append(not state.source)
-        if 0 < state.num_kept_rows < stop - start:
-            rows.append(start + state.num_kept_rows)
-            target += state.kept
-            source += state.kept
-            fresh.append(False)
-        target += state.target
+        rows.extend(start + row for row in state.kept_rows)
+        source += (state.source or state.target) + state.kept
+        target += state.kept + state.target
+        fresh += [not state.source, *[False] * len(state.kept_rows)]
         firsts.append(len(rows))
     rows.append(query_starts[-1])
     tables = [torch.frombuffer(each, dtype=torch.int32).view(len(fresh), -1) for each in (source, target)]

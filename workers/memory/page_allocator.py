@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -143,7 +143,7 @@ class IdleOrder:
         return item in self._idle
 
     @property
-    def items(self) -> Container[Item]:
+    def items(self) -> Mapping[Item, _Idle]:
         """All idle items; faster than this object where thousands are looked up."""
         return self._idle
 

@@ -248,7 +248,8 @@ class PagedMemory:
             self.prefixes.give_back(self.prefixes.num_may_give_back)
         num_kept = self._idle.num_pages_of(keep)
         once = self.allocator.held_once(prefix_pages)  # by the prefix cache, and idle, or by a copy that is under way
-        num_kept += sum([page in self._idle and page not in keep for page in once])
+        idle = self._idle.items
+        num_kept += sum([idle[page].num_pages for page in once if page in idle and page not in keep])
         return num_pages <= self.allocator.num_free + self._idle.num_pages - num_kept
 
     def comes_to_room(self, num_pages: int, keep: AbstractSet[Item]) -> bool:

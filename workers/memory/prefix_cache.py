@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 
 import msgspec
 
-from ..wire.page_keys import PageKey
+from ..wire.page_keys import PageKey, state_key
 from .page_allocator import IdleOrder, PageAllocator, UseCount
 
 # Finds kept pages that share their first tokens, but not all, with a sequence.
@@ -72,7 +72,8 @@ class _Entry(msgspec.Struct, gc=False):
     key: PageKey
     depth: int  # pages before it
     adapter: str | None  # digest, if known
-    num_blocks: int  # whose KV it has
+    num_blocks: float  # whose KV it has; of each page of a state, what part of a block would have to be computed for it
+    others: tuple[int, ...] = ()  # pages that come and go with it: those of a state but the first
     uses: UseCount = msgspec.field(default_factory=UseCount)
     is_passed: bool = (
         False  # with a window: the sequence that filled it sees it no more, nor does the end of its prompt
@@ -106,6 +107,7 @@ class PrefixCache:
         self._sharing: deque[tuple[Sequence[int], int, object]] = deque()  # those whose last page others hold, too
         self._moved: dict[PageKey, None] = {}  # keys added or removed since the last take_changes()
         self.num_evictions = 0
+        self._num_others = 0  # pages of states but the first ones
         self.num_leaving = 0  # pages of ended sequences that are not released yet
         self.num_may_give_back = MOST_GIVEN_BACK  # in this step
 
@@ -120,6 +122,26 @@ class PrefixCache:
 
     def page_of(self, key: PageKey) -> int | None:
         return self._pages.get(key)
+
+    def state_of(self, key: PageKey) -> tuple[int, ...] | None:
+        """Pages of the recurrent state after the page with this key; None: it is not here."""
+        page = self._pages.get(state_key(key))
+        return None if page is None else (page, *self._entries[page].others)
+
+    def insert_state(
+        self, pages: tuple[int, ...], key: PageKey, depth: int, num_blocks: int, adapter: str | None = None
+    ) -> None:
+        """Keeps a sequence's recurrent state after the page with this key, which is at this depth.
+
+        `num_blocks`: that would be computed again without it. No-op if it is here.
+        """
+        key = state_key(key)
+        if key in self._pages:
+            return
+        first, *others = pages
+        self._allocator.share(pages)
+        self._num_others += len(others)
+        self._add(first, _Entry(key, depth, adapter, num_blocks / len(pages), others=tuple(others)))
 
     def num_held(self, keys: Sequence[PageKey], start: int, stop: int, coming_keys: Container[PageKey]) -> int:
         """The first index from `start` on, at most `stop`, whose page no sequence holds and which is not coming.
@@ -172,15 +194,17 @@ class PrefixCache:
         """
         if key in self._pages:
             return False
-        assert page not in self._entries, f"page {page} has a key already"
         self._allocator.share((page,))
-        self._pages[key] = page
-        self._entries[page] = entry = _Entry(key, depth, adapter, num_blocks)
-        entry.uses.add(self._idle.num_rounds)
-        if adapter is not None:
-            self._of_adapters.setdefault(adapter, set()).add(page)
+        self._add(page, _Entry(key, depth, adapter, num_blocks))
         self._moved[key] = None
         return True
+
+    def _add(self, page: int, entry: _Entry) -> None:
+        assert page not in self._entries, f"page {page} has a key already"
+        self._pages[entry.key], self._entries[page] = page, entry
+        entry.uses.add(self._idle.num_rounds)
+        if entry.adapter is not None:
+            self._of_adapters.setdefault(entry.adapter, set()).add(page)
 
     def index_content(self, key: PageKey, link: PageKey, token_ids: Sequence[int]) -> None:
         """Indexes the tokens of a page, which follows `link`, for `find_partial`."""
@@ -273,11 +297,12 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + self._num_others
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """All pages, for integrity checks."""
         yield tuple(self._entries)
+        yield from (entry.others for entry in self._entries.values() if entry.others)
 
     def ended_holders(self) -> Iterator[Sequence[int]]:
         """Pages of ended sequences that are not released yet, for integrity checks."""
@@ -291,6 +316,7 @@ class PrefixCache:
         by_adapter = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
         assert by_adapter == of_adapters, "an adapter's pages are not known as such"
         assert self.num_leaving == sum(map(len, self.ended_holders())), "pages of ended sequences are miscounted"
+        assert self._num_others == sum(len(entry.others) for entry in self._entries.values())
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 
@@ -298,7 +324,7 @@ class PrefixCache:
         entry = self._entries[page]
         num_uses = 0.0 if entry.is_outdated else entry.uses.value - entry.is_passed
         depth = 0 if self._has_window else entry.depth
-        self._idle.add(page, 1, num_uses, self._page_cost_s(entry.key) * entry.num_blocks, depth)
+        self._idle.add(page, 1 + len(entry.others), num_uses, self._page_cost_s(entry.key) * entry.num_blocks, depth)
 
     def _drop(self, page: int) -> None:
         entry = self._entries.pop(page)
@@ -310,5 +336,7 @@ class PrefixCache:
             if not pages:
                 del self._of_adapters[entry.adapter]
         self._partial_pages.remove(key)
-        self._moved[key] = None
-        self._allocator.release((page,))
+        if not entry.others:
+            self._moved[key] = None
+        self._num_others -= len(entry.others)
+        self._allocator.release((page, *entry.others))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice, repeat, takewhile
@@ -15,8 +15,8 @@ from ..memory.page_allocator import Item
 from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
 from ..window_pages import GangLimits, pages_for
-from ..wire.page_keys import PageKey, dense_key, first_link, next_keys
-from .growing_sequence import GrowingSequence
+from ..wire.page_keys import PageKey, dense_key, first_link, next_keys, state_key
+from .growing_sequence import GrowingSequence, KeptState
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
@@ -34,6 +34,8 @@ class FoundPrefix:
     num_pages: int = 0
     pages: Sequence[int] = ()  # the last ones, in the pool
     dense_pages: Sequence[int] = ()  # in the pool, for those before them
+    state_pages: Sequence[int] = ()  # with the recurrent state after them, where the base has one
+    num_kv_pages: int = 0  # in the pool, of which the last ones may have no state
 
     @property
     def num_unseen(self) -> int:
@@ -42,7 +44,9 @@ class FoundPrefix:
 
     @property
     def held_pages(self) -> Sequence[int]:
-        return (*self.dense_pages, *self.pages) if self.dense_pages else self.pages
+        if self.dense_pages or self.state_pages:
+            return (*self.dense_pages, *self.pages, *self.state_pages)
+        return self.pages
 
 
 class PrefixReuse:
@@ -73,6 +77,7 @@ class PrefixReuse:
         self._copies: list[PageCopy] = []  # for the next plan
         self._full_copies: list[FullLayersCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that must not change until the plan has ended
+        self._keeping: dict[tuple[int, ...], KeptState] = {}  # states that uncommitted plans write, by their pages
         self._num_keys_left = MOST_KEYS  # that may be made in this step
         self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
 
@@ -227,6 +232,8 @@ class PrefixReuse:
 
         Pages come in runs, so a few are looked up.
         """
+        if self._limits.num_state_pages and sequence.awaited_key is not None:
+            return sequence.awaited_key
         keys, pending = sequence.page_keys, self._pending
         after = range(sequence.num_here + 1, self._num_usable(sequence))
         return keys[sequence.num_here + bisect_left(after, True, key=lambda depth: keys[depth] not in pending)]
@@ -280,6 +287,8 @@ class PrefixReuse:
 
         `held_by_others`: a memo, valid as long as no page is released.
         """
+        if self._limits.num_state_pages:  # what is held may have no state
+            return 0
         num_usable = self._num_usable(sequence) if self._enabled else 0
         keys = sequence.page_keys
         if not num_usable or (len(keys) < num_usable and not self.make_keys(sequence)):
@@ -317,6 +326,9 @@ class PrefixReuse:
         Its first own page begins as a copy of a kept page if the two have enough first tokens in common.
         """
         num_found, num_unseen = prefix.num_pages, prefix.num_unseen
+        if prefix.state_pages:  # their hold is the copies' from now on
+            self._copied_from += prefix.state_pages
+            self._copies += map(PageCopy, prefix.state_pages, state_pages)
         pages = (*repeat(0, num_unseen), *prefix.pages, *new_pages)
         sequence.hold(pages, num_unseen, tuple(prefix.dense_pages), tuple(state_pages))
         sequence.num_kept_pages = num_found
@@ -327,10 +339,61 @@ class PrefixReuse:
         self._cache.count_uses(prefix.held_pages)
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
         keys = sequence.page_keys[num_found:]
+        if self._limits.num_state_pages:
+            keys = self._keep_states(sequence, prefix)
         if not sequence.is_scored:  # those here are not waited for
             keys = [*filter(self._is_absent, keys)]
         for key in keys:
             self._pending.setdefault(key, sequence)
+
+    def _keep_states(self, sequence: GrowingSequence, prefix: FoundPrefix) -> list[PageKey]:
+        """Sets after which positions a sequence that starts keeps its state. Returns the keys of the pages before them.
+
+        Others begin like its prompt as a whole, up to the last page that it need not compute; or as it begins like the
+        one before that has left KV without a state (Marconi, arXiv 2411.19379, §4.1).
+        """
+        sequence.last_kept = start = sequence.num_computed
+        block_size = self._block_size
+        last = (len(sequence.token_ids) - 1) // block_size
+        depths = sorted({prefix.num_kv_pages, last}) if self._enabled else []
+        keys = sequence.page_keys
+        depths = [each for each in depths if each * block_size > start and self._cache.state_of(keys[each - 1]) is None]
+        sequence.keep_at = tuple(depth * block_size for depth in depths)
+        return [keys[depth - 1] for depth in depths]
+
+    def positions_to_keep(self, sequence: GrowingSequence, start: int, end: int) -> list[int]:
+        """After which positions the chunk from `start` to `end` keeps the state.
+
+        Beside those that the sequence has set, long prompts have one where KV has taken twice as many pages since.
+        """
+        if not self._enabled:
+            return []
+        positions = [position for position in sequence.keep_at if start <= position < end]
+        last = (end - 1) // self._block_size * self._block_size
+        interval = 2 * self._limits.num_state_pages * self._block_size
+        if last > start and last - max([sequence.last_kept, *positions]) >= interval:
+            positions.append(last)
+        return positions
+
+    def begin_keeping(self, state: KeptState, start: int) -> None:
+        """The next plan, which computes the sequence from `start` on, writes this state to pages of its own."""
+        self._keeping[state.pages] = state
+        state.sequence.last_kept = state.position
+        if state.position == start:  # it is there before the plan is computed
+            pages = state.sequence.state_pages
+            self._cache.acquire(pages)
+            self._copied_from += pages
+            self._copies += map(PageCopy, pages, state.pages)
+
+    def end_keeping(self, state: KeptState, *, was_dropped: bool) -> None:
+        """The plan has been computed. Others go on from the state, unless the sequence has left since."""
+        del self._keeping[state.pages]
+        if not was_dropped:
+            sequence, depth = state.sequence, state.position // self._block_size
+            key = sequence.page_keys[depth - 1]
+            num_blocks = depth - sequence.num_at_start // self._block_size
+            self._cache.insert_state(state.pages, key, depth, num_blocks, sequence.adapter_digest)
+        self._cache.release(state.pages)
 
     def is_shared(self, page: int, num_holders: int) -> bool:
         """Others than one sequence hold a page that is not full. Copies from it do not count."""
@@ -383,9 +446,10 @@ class PrefixReuse:
     def _next_dense_key(self, sequence: GrowingSequence) -> PageKey | None:
         return dense_key(sequence.page_keys[sequence.next_dense[-1]]) if self._enabled else None
 
-    def holders(self) -> Iterable[tuple[int]]:
-        """Pages that copies hold, for integrity checks."""
-        return ((page,) for page in self._copied_from)
+    def holders(self) -> Iterator[tuple[int, ...]]:
+        """Pages that copies and uncommitted plans hold, for integrity checks."""
+        yield from ((page,) for page in self._copied_from)
+        yield from self._keeping
 
     def keep_filled(self, sequence: GrowingSequence) -> None:
         """Puts the pages that the sequence has filled into the prefix cache."""
@@ -438,7 +502,7 @@ class PrefixReuse:
         for key in sequence.page_keys[sequence.num_kept_pages :]:
             self._stop_coming(sequence, key)
         if self._copies:  # into its pages, which may be others' in the step that is planned
-            pages = frozenset(sequence.pages[sequence.num_gone :])
+            pages = frozenset(sequence.held_pages)
             dropped = [copy for copy in self._copies if copy.target in pages]
             self._copies = [copy for copy in self._copies if copy.target not in pages]
             self.end_copies(dropped)
@@ -454,7 +518,7 @@ class PrefixReuse:
             num_full = sequence.num_computed // self._block_size
             self._make_keys(sequence, num_full)
             keys = sequence.page_keys[:num_full]
-            self._cache.forget([*keys, *self._dense_keys(keys)])
+            self._cache.forget([*keys, *self._dense_keys(keys), *map(state_key, keys)])
             self._tiers.forget(keys)
 
     def check_integrity(self, running: Sequence[GrowingSequence]) -> None:
@@ -512,10 +576,20 @@ class PrefixReuse:
 
     def _in_pool(self, keys: Sequence[PageKey]) -> FoundPrefix:
         """The longest prefix that is in the pool."""
+        if self._limits.num_state_pages:
+            return self._with_state(keys)
         if self._limits.window is None:
             pages = self._cache.find(keys)
             return FoundPrefix(len(pages), pages)
         return self._longest(keys, self._is_here)[1]
+
+    def _with_state(self, keys: Sequence[PageKey]) -> FoundPrefix:
+        """The longest prefix in the pool after which the recurrent state is there, too."""
+        pages = self._cache.find(keys)
+        for num_pages in range(len(pages), 0, -1):
+            if (state := self._cache.state_of(keys[num_pages - 1])) is not None:
+                return FoundPrefix(num_pages, pages[:num_pages], state_pages=state, num_kv_pages=len(pages))
+        return FoundPrefix(num_kv_pages=len(pages))
 
     def _dense_keys(self, keys: Sequence[PageKey]) -> Iterable[PageKey]:
         """Of the dense pages for pages with these keys."""
@@ -583,6 +657,10 @@ class PrefixReuse:
     def _await_next(self, sequence: GrowingSequence, prefix: FoundPrefix, keys: Sequence[PageKey]) -> None:
         """Notes the page after a prefix as the one that the sequence lacks."""
         sequence.first_wanted, sequence.num_here = prefix.num_unseen, prefix.num_pages
+        if self._limits.num_state_pages:  # of what is computed, only states that are kept bring it further
+            coming = (key for key in reversed(keys[prefix.num_pages :]) if key in self._pending)
+            sequence.awaited_key = next(coming, None)
+            return
         sequence.awaited_key = keys[prefix.num_pages] if prefix.num_pages < len(keys) else None
 
     def _lacks_copies(self, sequence: GrowingSequence) -> bool:
@@ -624,6 +702,8 @@ class PrefixReuse:
 
     def _copy_begun(self, sequence: GrowingSequence, num_found: int) -> int:
         """Copies a page that has the first tokens after the first pages; returns the number of these tokens."""
+        if self._limits.num_state_pages:  # a page's state is of its end
+            return 0
         start = num_found * self._block_size
         remainder = sequence.token_ids[start : start + self._block_size]
         if len(remainder) == len(sequence.token_ids) - start:

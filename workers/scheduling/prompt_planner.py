@@ -22,7 +22,7 @@ from ..plan import INT32_BYTES
 from ..window_pages import GangLimits, pages_for
 from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
-from .growing_sequence import GrowingSequence, by_arrival
+from .growing_sequence import GrowingSequence, KeptState, by_arrival
 from .prefetcher import Prefetcher
 from .prefix_reuse import FoundPrefix, HeldByOthers, PrefixReuse
 from .running_sequences import PlannedChunk, RunningSequences, plan_chunk
@@ -120,12 +120,32 @@ class PromptPlanner:
             throttled_budget -= more if is_throttled else 0
         planned = [(sequence, number) for sequence, number in num_tokens.items() if number]
         # Only beams can be more than a step has places for: the others' turn comes in later ones.
-        chunks = [plan_chunk(sequence, number) for sequence, number in planned[:most_sequences]]
+        chunks = [
+            plan_chunk(sequence, number, self._states_to_keep(sequence, number))
+            for sequence, number in planned[:most_sequences]
+        ]
         for chunk in chunks:
             self._charge(chunk)
         self._running.end_prompts()
         self._preempted.clear()
         return chunks
+
+    def _states_to_keep(self, sequence: GrowingSequence, num_tokens: int) -> list[KeptState]:
+        """What a chunk of so many tokens keeps of the sequence's recurrent states, as far as there is room for them.
+
+        Only what is idle goes for them.
+        """
+        kept = list[KeptState]()
+        start, num_pages = sequence.next_position, self._limits.num_state_pages
+        for position in self._prefixes.positions_to_keep(sequence, start, start + num_tokens) if num_pages else ():
+            num_left_free = self._running.reserve.min_pages
+            if not self._memory.has_room(num_pages + num_left_free, frozenset()):
+                break
+            self._memory.make_room(num_pages, frozenset())
+            state = KeptState(sequence, position, self._memory.allocator.allocate(num_pages) or ())
+            self._prefixes.begin_keeping(state, start)
+            kept.append(state)
+        return kept
 
     def preempt_for_waiting(self, preempt: Callable[[GrowingSequence], None]) -> int:
         """Preempts running sequences for waiting ones of tenants that are clearly behind; returns how many.

@@ -52,6 +52,11 @@ def dense_key(key: PageKey) -> PageKey:
     return bytes([key[0] ^ 0xFF]) + key[1:]
 
 
+def state_key(key: PageKey) -> PageKey:
+    """The key of the recurrent state after the page with this key."""
+    return key[:-1] + bytes([key[-1] ^ 0xFF])
+
+
 def short_key(key: PageKey) -> int:
     """64 bits of a key: enough for a router to guess which gang has a page, and too few to share pages by."""
     return int.from_bytes(key[:8], "big")
