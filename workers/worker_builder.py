@@ -265,7 +265,7 @@ def build_executor(
     note, most_rows = runner.step_note, config.max_tokens_per_step
     # What a GPU has recorded stays whole.
     least_rows = max(MOST_ROWS, config.max_num_sequences) + 1 if device.type == "cuda" else LEAST_ROWS
-    if config.nano_batches == "auto" and parallel.degree > 1 and most_rows >= least_rows:
+    if config.nano_batches == "auto" and model.recurrent is None and parallel.degree > 1 and most_rows >= least_rows:
         times = measured_steps(parallel, runner, context, least_rows, most_rows)
         runner.nano_batches = first_rows_of(times, least_rows, most_rows)
         note += note_of(times, runner.nano_batches)

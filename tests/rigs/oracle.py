@@ -206,8 +206,8 @@ VARIANTS: Mapping[str, Variant] = {
             head_dim=24,
             rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
             layer_types=["linear_attention", "full_attention", "linear_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=6,
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
             linear_key_head_dim=12,
             linear_value_head_dim=20,
         )

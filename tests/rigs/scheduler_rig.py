@@ -29,14 +29,16 @@ from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
-from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys
+from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys, state_key
 from motet.workers.wire.prompt_scores import PromptScores, packed_vector, row_bytes
 
 EOS = 99
 
 
-def limits(num_pages: int, budget: int = 16, num_sequences: int = 8, window: int | None = None) -> GangLimits:
-    return GangLimits(64, 100, 4, num_pages, budget, num_sequences, window)
+def limits(
+    num_pages: int, budget: int = 16, num_sequences: int = 8, window: int | None = None, num_state_pages: int = 0
+) -> GangLimits:
+    return GangLimits(64, 100, 4, num_pages, budget, num_sequences, window, num_state_pages=num_state_pages)
 
 
 def request(
@@ -108,7 +110,8 @@ class Worker:
         assert len(targets) == len(plan.copies), "two copies into one page"
         # With full layers a sequence may begin with more kept pages than it needs later, and take one for its next
         # token only in the next step. A beam that joins its search may get its first tokens later.
-        may_be_early = self.limits.full_layers is not None or self.copies_early
+        # So may a state that is there before the step that keeps it.
+        may_be_early = self.limits.full_layers is not None or self.copies_early or self.limits.num_state_pages > 0
         assert targets <= own or may_be_early, "a copy that no sequence needs"
         assert not targets & {copy.source for copy in plan.copies}
         for copy in plan.copies:
@@ -177,7 +180,9 @@ class Worker:
         layers = self.limits.full_layers
         filling = {*s._prefixes._copied_from}  # dense pages among these: by a plan that has not ended
         for key, page in s.memory.prefixes._pages.items():
-            if layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
+            if self._kv[page, 0][0] == "state":
+                self._check_state(key, (page, *s.memory.prefixes._entries[page].others))
+            elif layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
                 resident.append((key, self._read_page("device", page)))
             elif page not in filling:
                 blocks = [self._read_full(entry) for entry in layers.dense_entries((page,))]
@@ -191,6 +196,37 @@ class Worker:
             if entry.state is AdapterState.RESIDENT:
                 for page in entry.residence.pages:
                     assert set(self._read_page("device", page)) == {digest}, "an adapter's page holds something else"
+
+    def _check_state(self, key: PageKey, pages: Sequence[int]) -> None:
+        """Checks that a state that is kept is whole, and that of the tokens of its key."""
+        assert len(pages) == self.limits.num_state_pages
+        _, (tenant, adapter), token_ids, _ = self._kv[pages[0], 0]
+        link = first_link(asking(0, [], adapter=adapter, tenant=tenant))
+        block_size = self.limits.block_size
+        last = next_keys(link, token_ids, 0, block_size, len(token_ids) // block_size)[-1]
+        assert len(token_ids) % block_size == 0 and state_key(last) == key, "a state of other tokens is kept"
+        self._check_state_pages(pages, (tenant, adapter), token_ids)
+
+    def _check_state_pages(self, pages: Sequence[int], owner: object, token_ids: Sequence[int]) -> None:
+        for number, page in enumerate(pages):
+            for place in range(self.limits.block_size):
+                assert self._kv[page, place] == ("state", owner, tuple(token_ids), number), "not the state before it"
+
+    def _go_on(self, s: SequencePlan, owner: object, token_ids: Sequence[int]) -> None:
+        """Writes a sequence's recurrent state, on top of what its earlier tokens must have left."""
+        state, size = s.state, self.limits.num_state_pages
+        assert state is not None and bool(state.source) == (s.start > 0)
+        assert [*state.kept_rows] == sorted({*state.kept_rows}) and all(
+            0 < row < len(s.token_ids) for row in state.kept_rows
+        )
+        self._check_state_pages(unpacked(state.source), owner, token_ids[: s.start])
+        pages = [*unpacked(state.kept), *unpacked(state.target)]
+        assert len(pages) == len({*pages}) == size * (len(state.kept_rows) + 1)
+        assert not {*pages} & {*unpacked(s.pages)[self.limits.num_unseen_pages(s.start) :]}
+        for index, row in enumerate((*state.kept_rows, len(s.token_ids))):
+            for number, page in enumerate(pages[index * size : (index + 1) * size]):
+                for place in range(self.limits.block_size):
+                    self._write(page, place, ("state", owner, tuple(token_ids[: s.start + row]), number))
 
     def _key_of(self, content: list[Any]) -> PageKey:
         (tenant, adapter), token_ids = content[-1]
@@ -250,7 +286,12 @@ class Worker:
                 assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
             for position in range(s.start, s.start + len(s.token_ids)):
                 self._write(*self._place(s, position), (owner, tuple(token_ids[: position + 1])))
+            if self.limits.num_state_pages:
+                self._go_on(s, owner, token_ids)
         places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
+        if s.state is not None:
+            state_pages = [*unpacked(s.state.kept), *unpacked(s.state.target)]
+            places |= {(page, place) for page in state_pages for place in range(self.limits.block_size)}
         self.num_computed += len(s.token_ids)
         return places
 

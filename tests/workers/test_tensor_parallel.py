@@ -29,6 +29,7 @@ from motet.workers.engine import Engine
 from motet.workers.engine_builder import build_engine
 from motet.workers.execution.executor import WorkerLostError
 from motet.workers.execution.gang_executor import GangExecutor
+from motet.workers.memory.page_arrays import pool_of
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.plan import INT32_BYTES, Residence, SequencePlan, StepPlan, packed
@@ -99,8 +100,10 @@ def _ask_a_mixed_batch(
     generator = random.Random(degree)
     prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 40))] for _ in ADAPTERS]
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, num_logprobs=0)
-    layout = ModelSharding(ModelConfig.from_folder(case.model_path), degree).layout(BLOCK_SIZE, "float32")
+    sharding = ModelSharding(ModelConfig.from_folder(case.model_path), degree)
+    layout = sharding.layout(BLOCK_SIZE, "float32")
     num_pages = 16 + max(layout.num_pages(ref.module_ranks) for ref in case.refs.values())
+    num_pages += 3 * pool_of(sharding, BLOCK_SIZE, torch.float32, 1).state.num_pages
     # Where there are experts, two workers share the features of each, and four the experts.
     expert_sharding = "tensor" if degree == 2 else "expert"
     config = case.config(degree, num_pages, max_tokens_per_step=max_tokens_per_step, expert_sharding=expert_sharding)

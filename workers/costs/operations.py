@@ -118,7 +118,14 @@ def step_operations(
     if batch.num_rows == 0:
         return ()
     parts = _Parts(model, batch, degree, formats or Formats())
-    operations = (*parts.linears(), *parts.experts(), *parts.attention(), *parts.adapters(), *parts.collectives())
+    operations = (
+        *parts.linears(),
+        *parts.experts(),
+        *parts.attention(),
+        *parts.recurrence(),
+        *parts.adapters(),
+        *parts.collectives(),
+    )
     return tuple(operation for operation in operations if operation.flops or operation.memory_bytes)
 
 
@@ -137,9 +144,15 @@ class _Parts:
         model, rows = self.model, self.batch.num_rows
         hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         kv *= self._kv_copies
+        gates, num_attention = query if model.family.gated_attention else 0, len(model.kv_layers)
         num_dense = model.num_layers - (0 if model.experts is None else sum(model.experts.layers))
-        yield self._linear("KQV", model.num_layers, hidden, query + 2 * kv)
-        yield self._linear("O", model.num_layers, query, hidden)
+        yield self._linear("KQV", num_attention, hidden, query + gates + 2 * kv)
+        yield self._linear("O", num_attention, query, hidden)
+        if model.recurrent is not None:
+            *inputs, output = model.recurrent.modules(hidden).values()
+            num_recurrent = len(model.recurrent_layers)
+            yield self._linear("state inputs", num_recurrent, hidden, sum(num_out for _, num_out in inputs))
+            yield self._linear("state output", num_recurrent, *output)
         yield self._linear("UG", num_dense, hidden, 2 * model.intermediate_size)
         yield self._linear("D", num_dense, model.intermediate_size, hidden)
         head, logits = model.vocab_size * hidden, self.batch.num_logits
@@ -179,7 +192,7 @@ class _Parts:
 
     def attention(self) -> Iterator[Operation]:
         model, batch = self.model, self.batch
-        windows, query = Counter(model.sliding_windows).items(), model.num_heads * model.head_dim
+        windows, query = Counter(_attention_windows(model)).items(), model.num_heads * model.head_dim
         contexts, chunks = Counter(batch.contexts).items(), Counter(batch.chunks).items()
         decoded = sum(
             layers * many * min(context, window or context) for window, layers in windows for context, many in contexts
@@ -193,9 +206,22 @@ class _Parts:
     def _attention(self, name: str, num_pairs: int, num_seen: int, num_queries: int) -> Operation:
         """`num_queries`: elements of a layer's queries, of which there are as many results."""
         model, formats = self.model, self.formats
-        between = 2 * model.num_layers * num_queries * formats.element_bytes
+        between = 2 * len(model.kv_layers) * num_queries * formats.element_bytes
         flops = 4.0 * num_pairs * model.num_heads * model.head_dim  # of scores, and of weighted values
         return Operation(name, flops, self._kv_copies * num_seen * formats.kv_bytes(model), between)
+
+    def recurrence(self) -> Iterator[Operation]:
+        """Each sequence's state is read and written once a step, and each token decays, reads and changes it."""
+        recurrent, batch = self.model.recurrent, self.batch
+        if recurrent is None:
+            return
+        size = recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
+        num_layers, num_sequences = len(self.model.recurrent_layers), batch.num_logits
+        width = recurrent.num_channels + 2 * recurrent.num_value_heads * recurrent.value_dim
+        between = num_layers * batch.num_rows * width * self.formats.element_bytes
+        yield Operation(
+            "recurrence", 7.0 * num_layers * batch.num_rows * size, 8.0 * num_layers * num_sequences * size, between
+        )
 
     def adapters(self) -> Iterator[Operation]:
         """An adapter's matrix on the side that is not cut is on every worker, and computed there."""
@@ -207,7 +233,8 @@ class _Parts:
             cut_in = module in _ROW_PARALLEL
             num_out *= self._kv_copies if module in ("k_proj", "v_proj") else 1
             sides = num_in * (1 if cut_in else self.degree) + num_out * (self.degree if cut_in else 1)
-            num_layers, rows, num_adapters = model.num_layers, float(batch.num_rows), float(batch.num_adapters)
+            num_layers = sum(model.shape.has(layer, module) for layer in range(model.num_layers))
+            rows, num_adapters = float(batch.num_rows), float(batch.num_adapters)
             if module in EXPERT_MODULES:
                 assert model.experts is not None
                 num_adapters *= self._num_chosen(rows / num_adapters)
@@ -222,6 +249,11 @@ class _Parts:
         added = 2 * self.model.num_layers * (self.degree - 1) * self.batch.num_rows * self.model.hidden_size
         num_bytes = 2 * added * self.formats.element_bytes
         yield Operation("communication", added, 0, num_bytes, num_bytes)
+
+
+def _attention_windows(model: ModelConfig) -> list[int | None]:
+    """Of the layers that have attention."""
+    return [model.sliding_windows[layer] for layer in model.kv_layers]
 
 
 def _triangle(num_tokens: int, window: int | None) -> int:
@@ -260,7 +292,8 @@ class ModelSize:
 def model_size(model: ModelConfig) -> ModelSize:
     hidden, layers, dim = model.hidden_size, model.num_layers, model.head_dim
     query, kv = model.num_heads * dim, model.num_kv_heads * dim
-    products = hidden * (query + 2 * kv) + query * hidden
+    gates = query if model.family.gated_attention else 0
+    products = hidden * (query + gates + 2 * kv) + query * hidden
     biases = (query + 2 * kv) * model.qkv_bias + hidden * model.output_bias
     dense = 3 * hidden * model.intermediate_size
     dense_bias = (2 * model.intermediate_size + hidden) * model.mlp_bias
@@ -272,29 +305,38 @@ def model_size(model: ModelConfig) -> ModelSize:
         sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
     num_dense = layers - num_sparse
     embedding = model.vocab_size * hidden
-    norms = layers * (hidden * (4 if model.family.post_norms else 2) + 2 * dim * model.family.qk_norm) + hidden
+    num_attention = len(model.kv_layers)
+    norms = layers * hidden * (4 if model.family.post_norms else 2) + hidden
+    norms += num_attention * 2 * dim * model.family.qk_norm
+    all_products, recurrent = num_attention * products, model.recurrent
+    small = 0  # weights of what is no linear
+    if recurrent is not None:
+        num_recurrent = layers - num_attention
+        all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
+        small = num_recurrent * (recurrent.num_channels * recurrent.kernel + 2 * recurrent.num_value_heads)
+        norms += num_recurrent * recurrent.value_dim
     return ModelSize(
         embedding=embedding,
-        attention=layers * (products + biases),
+        attention=all_products + num_attention * biases + small,
         mlp=num_dense * (dense + dense_bias) + num_sparse * sparse,
         norms=norms,
         head=0 if model.tie_word_embeddings else embedding,
-        active=layers * products + num_dense * dense + num_sparse * chosen + embedding,
+        active=all_products + num_dense * dense + num_sparse * chosen + embedding,
     )
 
 
 def gang_weights_bytes(model: ModelConfig, degree: int, element_bytes: int = 2) -> int:
     """Of all workers together. Those that hold the same KV head hold its projections too; the rest counts once."""
-    copied = 2 * model.num_layers * model.hidden_size * model.num_kv_heads * model.head_dim
+    copied = 2 * len(model.kv_layers) * model.hidden_size * model.num_kv_heads * model.head_dim
     return model_size(model).weights_bytes(element_bytes) + (kv_copies(model, degree) - 1) * copied * element_bytes
 
 
 def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None, degree: int = 1) -> int:
     """Of all layers, on all workers of a gang of so many."""
-    return kv_copies(model, degree) * model.num_layers * (formats or Formats()).kv_bytes(model)
+    return kv_copies(model, degree) * len(model.kv_layers) * (formats or Formats()).kv_bytes(model)
 
 
 def attention_flops(model: ModelConfig, context: int) -> int:
     """Of one token that sees so many, itself included."""
-    seen = sum(min(context, window or context) for window in model.sliding_windows)
+    seen = sum(min(context, window or context) for window in _attention_windows(model))
     return 4 * seen * model.num_heads * model.head_dim
