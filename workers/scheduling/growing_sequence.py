@@ -500,7 +500,7 @@ def _pages_of_beams(rules: BeamRules, num_prompt: int, limits: GangLimits) -> in
     """Pages that a search needs beside those of its first beam, if the beams share nothing after their prompt."""
     num_tokens = num_prompt + rules.max_tokens - 1
     num_pages = limits.needed_pages(num_tokens)
-    if limits.window is None:
+    if limits.window is None and not limits.num_state_pages:  # else beams that go on elsewhere compute it apart
         num_pages -= num_prompt // limits.block_size
     return (rules.width - 1) * num_pages
 
