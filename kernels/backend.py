@@ -23,13 +23,14 @@ from .attention import KVWriter, PagedAttention
 from .expert_lora import CapturableExpertLora, ExpertLoraKernels
 from .experts import ExpertKernels, ExpertWeight
 from .float8 import Float8Kernels
-from .gated_delta import GatedDeltaRule
+from .gated_delta import GatedDeltaKernel
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
 from .native import onednn_linear
 from .native.attention import NativeAttention
 from .native.build import NativeUnavailable, load_library
 from .native.experts import NativeExperts
+from .native.gated_delta import NativeGatedDelta
 from .native.linear import NativeLinear
 from .native.lora import NativeLora
 from .native.rows import NativeRows
@@ -65,7 +66,7 @@ class Kernels:
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
     gated: Callable[[torch.Tensor, str], torch.Tensor]  # see `norms.gated`
     multiply_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # see `norms.multiply_gate`
-    gated_delta: GatedDeltaRule
+    gated_delta: GatedDeltaKernel
     write_kv: KVWriter
     paged_attention: PagedAttention
     lora: LoraKernels
@@ -161,7 +162,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         add_rms_norm=rows.add_rms_norm,
         gated=rows.gated,
         multiply_gate=norms.multiply_gate,
-        gated_delta=plain_gated_delta,
+        gated_delta=NativeGatedDelta(library, dtype, num_threads),
         write_kv=attention.write_kv,
         paged_attention=attention.paged_attention,
         lora=lora,

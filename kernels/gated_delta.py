@@ -87,7 +87,7 @@ class StateBatch:
     is_fresh: torch.Tensor  # [num_segments] bool: the state before it is zero; `source` is not read
 
 
-class GatedDeltaRule(Protocol):
+class GatedDeltaKernel(Protocol):
     """Computes a layer for all rows of a step; states after it are in the pages of `target` then.
 
     x `[num_rows, layer.width]` is q | k | v | z | b | a, float32 or bfloat16. The result is `[num_rows,

@@ -15,6 +15,7 @@ import torch
 
 from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
+from .gated_delta import GatedDelta, LayerState, StateBatch
 from .lora import LoraBatch
 
 Register = int  # index in `Program.widths`
@@ -173,6 +174,26 @@ class AddGated:
     to: Register
 
 
+@dataclass(frozen=True)
+class MultiplyGate:
+    """to = x * sigmoid(gate). See `norms.multiply_gate`."""
+
+    x: Register
+    gate: Register
+    to: Register  # may be x
+    column: int = 0  # where gates begin in a row of their register
+
+
+@dataclass(frozen=True)
+class GatedDeltaRule:
+    """to = what the layer computes of x; states go on in their pages. See `gated_delta.GatedDeltaKernel`."""
+
+    x: Register
+    to: Register
+    layer: GatedDelta
+    state: LayerState
+
+
 Operation = (
     Embed
     | AddNorm
@@ -188,6 +209,8 @@ Operation = (
     | AddExpertLora
     | CombinePairs
     | AddGated
+    | MultiplyGate
+    | GatedDeltaRule
 )
 
 
@@ -207,8 +230,12 @@ class Step(Protocol):
         attention: AttentionBatch,
         lora: LoraBatch | None,
         expert_lora: ExpertLoraBatch | None = None,
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
-        """The output of all rows, `[num_rows, width]`, which the next run overwrites."""
+        """The output of all rows, `[num_rows, width]`, which the next run overwrites.
+
+        `states`: of layers that have states; None: no layer has.
+        """
 
 
 class StepKernels(Protocol):
@@ -216,4 +243,4 @@ class StepKernels(Protocol):
         """Why no program can have layers with such heads; None: it can."""
 
     def prepare(self, program: Program, pool: torch.Tensor) -> Step:
-        """`pool`: what adapters and KV are in; tensors of the program must stay where they are."""
+        """`pool`: what adapters, KV and states are in; tensors of the program must stay where they are."""

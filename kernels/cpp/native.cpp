@@ -5,6 +5,7 @@
 // strides and offsets are in elements; the Python side (../native/) has checked them.
 
 #include "attention.h"
+#include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
 #include "rows.h"
@@ -67,6 +68,11 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         const int64_t rows[] = {0, num_rows};                                                                          \
         linear(x, x_stride, rows, 1, LinearCall<T, float>{nullptr, weight, nullptr, y, 0, num_out, num_in, num_out},   \
                0, num_threads);                                                                                        \
+    }                                                                                                                  \
+    MOTET_CALL void gated_delta_##NAME(const void* layer, const void* batch, const T* x, int64_t x_stride,             \
+                                       int64_t num_rows, T* pool, int64_t page_stride, T* out, int num_threads) {      \
+        gated_delta(*(const DeltaLayer*)layer, *(const DeltaBatch*)batch, x, x_stride, num_rows, pool, page_stride,    \
+                    out, num_threads);                                                                                 \
     }                                                                                                                  \
     MOTET_CALL void run_step_##NAME(const void* operations, int64_t count, const void* call) {                         \
         run_step<T>((const StepOperation*)operations, count, *(const StepCall*)call);                                  \

@@ -105,4 +105,18 @@ void gated(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t wi
     });
 }
 
+// to = x * sigmoid(gate); the gate is rounded before the product, as in torch.
+template <class T>
+void multiply_gate(const T* x, const T* gates, int64_t gate_stride, T* to, int64_t num_rows, int64_t width,
+                   int num_threads) {
+    share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t row = start; row < end; row++)
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int64_t count = width - i, at = row * width + i;
+                const Floats gate = 1.0f / (1.0f + exponential(-load(gates + row * gate_stride + i, count)));
+                store(to + at, load(x + at, count) * rounded<T>(gate), count);
+            }
+    });
+}
+
 }  // namespace motet

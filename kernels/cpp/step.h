@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
 #include "rows.h"
@@ -27,7 +28,9 @@ enum class StepKind : int64_t {
     kExpertLinear,
     kExpertLora,
     kCombinePairs,
-    kAddGated
+    kAddGated,
+    kMultiplyGate,
+    kGatedDelta
 };
 
 struct StepOperation {
@@ -89,6 +92,13 @@ struct StepOperation {
         struct {
             int64_t gates, width;
         } add_gated;
+        struct {
+            int64_t gates, width, gate_stride, column;
+        } multiply_gate;
+        struct {
+            const DeltaLayer* layer;
+            int64_t width;  // of x
+        } gated_delta;
     };
 };
 static_assert(sizeof(StepOperation) == 14 * 8, "as many numbers as ../native/step.py writes");
@@ -107,7 +117,7 @@ struct StepCall {
     const int64_t *query_starts, *context_lens;
     const int32_t* pages;
     const int64_t* page_starts;
-    const void* pool;
+    void* pool;
     int64_t pool_page_stride, pool_layer_stride, slab;
     const int64_t* lora_pages;
     const LoraGroup* lora_groups;  // null: no row has an adapter
@@ -115,6 +125,7 @@ struct StepCall {
     const ExpertSegment* expert_segments;
     const int64_t* expert_pages;
     int64_t num_threads;
+    const DeltaBatch* states;  // null: no layer has any
 };
 
 template <class T>
@@ -153,6 +164,11 @@ class Step {
             case StepKind::kAddGated:
                 return motet::add_gated(of(op.x), of(op.add_gated.gates), of(op.to), call.num_rows, op.add_gated.width,
                                         num_threads);
+            case StepKind::kMultiplyGate:
+                return multiply_gates(op);
+            case StepKind::kGatedDelta:
+                return motet::gated_delta(*op.gated_delta.layer, *call.states, (const T*)of(op.x), op.gated_delta.width,
+                                          call.num_rows, (T*)call.pool, call.pool_page_stride, of(op.to), num_threads);
         }
     }
 
@@ -244,6 +260,12 @@ class Step {
         const auto& own = op.gated;
         const auto kernel = (GatedKernel<T>*)own.kernel;
         kernel(of(op.x), 2 * own.width, of(op.to), call.num_rows * own.per_row, own.width, num_threads);
+    }
+
+    void multiply_gates(const StepOperation& op) const {
+        const auto& own = op.multiply_gate;
+        multiply_gate((const T*)of(op.x), (const T*)of(own.gates) + own.column, own.gate_stride, of(op.to),
+                      call.num_rows, own.width, num_threads);
     }
 
     void choose(const StepOperation& op) const {

@@ -11,6 +11,7 @@ from functools import singledispatchmethod
 import torch
 
 from ..attention import AttentionBatch
+from ..gated_delta import StateBatch
 from ..huge_pages import zeros_in_huge_pages
 from ..lora import PagedAdapter
 from ..plain.expert_lora import HostExpertLoraBatch
@@ -25,8 +26,10 @@ from ..step import (
     Embed,
     ExpertLinear,
     Gated,
+    GatedDeltaRule,
     Heads,
     Linear,
+    MultiplyGate,
     Norm,
     Operation,
     Program,
@@ -36,6 +39,7 @@ from ..step import (
 from .attention import MOST_DIMS, MOST_GROUPED, HostBatch
 from .build import kernel
 from .experts import PackedExperts
+from .gated_delta import BatchTable, LayerTable
 from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
 from .rows import gated_kernel
@@ -44,6 +48,7 @@ _NUM_FIELDS = 14  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
+    *(MultiplyGate, GatedDeltaRule),
 )
 
 
@@ -75,6 +80,7 @@ class NativeStep:
         self._library, self._run = library, kernel(library, "run_step", "pnp", dtype)
         self._groups: dict[tuple[int, ...], int] = {}  # modules that share an input, in the order of `LoraGroup`s
         self._tensors: list[torch.Tensor] = []  # copies that operations point to
+        self._layers: list[LayerTable] = []  # that operations point to
         self._experts: dict[int, tuple[PagedAdapter, array[int]]] = {}  # tables of the last step's, by the adapter's id
         rows = [self._encoded(operation) for operation in program.operations]
         self._operations = array("q", [number for row in rows for number in row])
@@ -88,6 +94,7 @@ class NativeStep:
         attention: AttentionBatch,
         lora: NativeLoraBatch | None,
         expert_lora: HostExpertLoraBatch | None = None,
+        states: StateBatch | None = None,
     ) -> torch.Tensor:
         """See `step.Step`."""
         num_rows = len(token_ids)
@@ -102,6 +109,8 @@ class NativeStep:
                 parts = parts_of(lora, modules)
                 groups.extend((parts.table.data_ptr(), len(parts.table), parts.length))
         segments, pages = self._expert_segments(expert_lora)
+        table = None if states is None else BatchTable(states, pool, num_rows)
+        assert table is not None or not self._layers, "layers with states have a batch of them"
         call = array(
             "q",
             (
@@ -112,7 +121,7 @@ class NativeStep:
                 *(pool.data_ptr(), pool.stride(0), pool.stride(1), pool.shape[2]),
                 *((0, 0) if lora is None else (lora.pages.data_ptr(), groups.buffer_info()[0])),
                 *(len(segments) // 4, segments.buffer_info()[0], pages.buffer_info()[0]),
-                self._num_threads,
+                *(self._num_threads, 0 if table is None else table.address),
             ),
         )
         self._run(self._operations.buffer_info()[0], len(self._program.operations), call.buffer_info()[0])
@@ -231,6 +240,19 @@ class NativeStep:
     def _(self, op: AddGated) -> list[int]:
         assert self._width(op.gate) == 1 and self._width(op.x) == self._width(op.to), "one gate for each row"
         return [op.gate, self._width(op.to)]
+
+    @_fields.register
+    def _(self, op: MultiplyGate) -> list[int]:
+        width, row = self._width(op.to), self._width(op.gate)
+        assert self._width(op.x) == width and op.column + width <= row, "a gate for each column"
+        return [op.gate, width, row, op.column]
+
+    @_fields.register
+    def _(self, op: GatedDeltaRule) -> list[int]:
+        width = op.layer.num_value_heads * op.layer.value_dim
+        assert self._width(op.x) == op.layer.width and self._width(op.to) == width, "registers fit the layer"
+        self._layers.append(LayerTable(op.layer, op.state))
+        return [self._layers[-1].address, op.layer.width]
 
     def _width(self, register: int) -> int:
         return self._program.widths[register]

@@ -18,7 +18,7 @@ from ..gated_delta import GatedDelta, LayerState, StateBatch
 def gated_delta(
     x: torch.Tensor, layer: GatedDelta, pool: torch.Tensor, state: LayerState, batch: StateBatch
 ) -> torch.Tensor:
-    """See `gated_delta.GatedDeltaRule`."""
+    """See `gated_delta.GatedDeltaKernel`."""
     assert x.shape[1] == layer.width, "x is q | k | v | z | b | a"
     states = _States(pool, layer, state)
     starts = batch.segment_rows.tolist()
