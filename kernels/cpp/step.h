@@ -61,7 +61,7 @@ struct StepOperation {
         struct {
             void* kv;
             const float* rotary;
-            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride;
+            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, rotary_sides;
         } write_kv;
         struct {
             const void* kv;
@@ -225,7 +225,7 @@ class Step {
         const T *q = of(op.x), *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
         const int64_t sizes[] = {call.num_rows,   own.num_heads, own.num_kv_heads, own.dim, row,
                                  own.dim,         row,           own.dim,          row,     own.dim,
-                                 own.page_stride, own.v_offset,  own.slot_stride};
+                                 own.page_stride, own.v_offset,  own.slot_stride,  own.rotary_sides};
         motet::write_kv(q, k, v, own.rotary, (T*)own.kv, call.positions, call.row_pages, call.row_slots, of(op.to),
                         sizes, num_threads);
     }

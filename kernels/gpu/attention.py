@@ -128,6 +128,7 @@ class TritonAttention:
                 KV_HEADS=num_kv_heads,
                 HEAD_DIM=head_dim,
                 HALF=next_power_of_2(head_dim // 2),
+                SIDES=rotary.shape[1],
                 BLOCK_HEADS=block,
                 num_warps=4,
             )

@@ -67,7 +67,8 @@ class NativeAttention:
         self._check(q, k, v, kv)
         host, turned = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
-        sizes = (ctypes.c_int64 * 13)(*q.shape[:2], k.shape[1], q.shape[2], *strides, *kv.stride()[:3])
+        shape = (*q.shape[:2], k.shape[1], q.shape[2])
+        sizes = (ctypes.c_int64 * 14)(*shape, *strides, *kv.stride()[:3], rotary.shape[1])
         self._write(
             q.data_ptr(),
             k.data_ptr(),

@@ -182,7 +182,7 @@ class NativeStep:
         heads = op.heads
         assert op.rotary.dtype == torch.float32, "cosines and sines are float32"
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
-        return [self._kv_address(op.kv), self._address(op.rotary), *sizes, *op.kv.stride()[:3]]
+        return [self._kv_address(op.kv), self._address(op.rotary), *sizes, *op.kv.stride()[:3], op.rotary.shape[1]]
 
     @_fields.register
     def _(self, op: Attend) -> list[int]:

@@ -19,10 +19,10 @@ def write_kv(
     batch: AttentionBatch,
 ) -> torch.Tensor:
     """See `attention.KVWriter`."""
-    cos, sin = rotary[batch.positions].unbind(1)  # [num_rows, head_dim // 2] each
-    kv[batch.row_pages, 0, batch.row_slots] = rotated(k, cos, sin).to(k.dtype)
+    of_k, of_q = angles(rotary, batch)
+    kv[batch.row_pages, 0, batch.row_slots] = rotated(k, *of_k).to(k.dtype)
     kv[batch.row_pages, 1, batch.row_slots] = v
-    return rotated(q, cos, sin).to(q.dtype)
+    return rotated(q, *of_q).to(q.dtype)
 
 
 def paged_attention(
@@ -70,6 +70,14 @@ def attend_pages(
         lengths = batch.positions[rows] + 1
         out[rows] = _attend_decodes(q[rows], read(table), lengths, scale, window, softcap)
     return out
+
+
+def angles(
+    rotary: torch.Tensor, batch: AttentionBatch
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Cosines and sines of k, and of q, of each row, `[num_rows, head_dim // 2]` each."""
+    sides = rotary[batch.positions].unbind(1)
+    return (sides[0], sides[1]), (sides[-2], sides[-1])
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

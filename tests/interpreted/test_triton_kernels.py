@@ -97,7 +97,8 @@ def check_attention(
     # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
     heads = torch.randn(batch.query_starts[-1], num_kv_heads * (group + 2), head_dim, generator=generator)
     q, k, v = heads.split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
-    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, 400)
+    scaled = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16.0}  # queries, by their position
+    rotary = rotary_table(RotaryConfig(10000.0, "default", scaled if seed % 2 else {}), head_dim, 400)
     kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
     turned = KERNELS.write_kv(q, k, v, rotary, kv, batch)
     expected_turned = plain_attention.write_kv(q, k, v, rotary, twin_kv, batch)

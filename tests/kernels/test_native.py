@@ -133,7 +133,9 @@ def check_attention(
     # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
     heads = torch.randn(num_rows, num_kv_heads * (group + 2), head_dim, generator=generator).to(dtype)
     q, k, v = heads.split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
-    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, max(old + new for old, new in sequences))
+    scaled = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16.0}  # queries, by their position
+    config = RotaryConfig(10000.0, "default", scaled if seed % 2 else {})
+    rotary = rotary_table(config, head_dim, max(old + new for old, new in sequences))
     kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
     turned = kernels.write_kv(q, k, v, rotary, kv, batch)
     expected_turned = plain_attention.write_kv(q, k, v, rotary, twin_kv, batch)
