@@ -52,7 +52,7 @@ class NativeAttention:
         self._has_warned = False
         self._hosts = DerivedFromBatches[HostBatch]()
         self._write = kernel(library, "write_kv", "ppppppppppi", dtype)
-        self._attend = kernel(library, "paged_attention", "ppppppppffi", dtype)
+        self._attend = kernel(library, "paged_attention", "pppppppppffi", dtype)
 
     def write_kv(
         self,
@@ -92,6 +92,7 @@ class NativeAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attention.PagedAttention`.
 
@@ -101,8 +102,9 @@ class NativeAttention:
         block_size, num_kv_heads = kv.shape[2:4]
         if head_dim > MOST_DIMS or num_heads // num_kv_heads > MOST_GROUPED:
             self._warn_once(head_dim, num_heads // num_kv_heads)
-            return plain_attention.paged_attention(q, kv, batch, scale, window, softcap)
+            return plain_attention.paged_attention(q, kv, batch, scale, window, softcap, sinks)
         self._check(q, kv)
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.is_contiguous())
         host, out = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         shape = (len(host.page_starts), num_heads, num_kv_heads, head_dim, block_size)
         sizes = (ctypes.c_int64 * 11)(*shape, *q.stride()[:2], *kv.stride()[:3], window or 0)
@@ -115,6 +117,7 @@ class NativeAttention:
             host.pages.data_ptr(),
             host.page_starts.data_ptr(),
             ctypes.addressof(sizes),
+            None if sinks is None else sinks.data_ptr(),
             scale,
             softcap or 0.0,
             self._num_threads,

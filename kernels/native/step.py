@@ -40,7 +40,7 @@ from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
 from .rows import gated_kernel
 
-_NUM_FIELDS = 14  # of an operation in cpp/step.h
+_NUM_FIELDS = 15  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
@@ -188,7 +188,8 @@ class NativeStep:
     def _(self, op: Attend) -> list[int]:
         heads, kv = op.heads, op.kv
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, *kv.stride()[:3], kv.shape[2], op.window or 0)
-        return [self._kv_address(kv), *sizes, _bits(op.scale), _bits(op.softcap or 0.0)]
+        sinks = 0 if op.sinks is None else self._address(op.sinks.float())
+        return [self._kv_address(kv), *sizes, _bits(op.scale), _bits(op.softcap or 0.0), sinks]
 
     @_fields.register
     def _(self, op: Gated) -> list[int]:

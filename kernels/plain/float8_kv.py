@@ -37,13 +37,14 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `attention.PagedAttention`. In float32: what is rounded once more is the result."""
 
     def read(pages: torch.Tensor) -> torch.Tensor:
         return numbers_of(Float8KV(kv.values[pages], kv.scales[pages]))
 
-    return attend_pages(q.float(), read, kv.values.shape[2], batch, scale, window, softcap).to(q.dtype)
+    return attend_pages(q.float(), read, kv.values.shape[2], batch, scale, window, softcap, sinks).to(q.dtype)
 
 
 def numbers_of(kv: Float8KV) -> torch.Tensor:

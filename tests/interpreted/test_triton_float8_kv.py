@@ -81,8 +81,9 @@ def test_attention(head_dim: int, group: int, kv_heads: int, window: int | None,
     pool, batch = paged(SEQUENCES, kv_heads, head_dim)
     kv = filled(pool, batch, kv_heads, head_dim)
     q = torch.randn(batch.query_starts[-1], kv_heads * group, head_dim, generator=torch.Generator().manual_seed(2))
-    actual = KERNELS.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap)
-    expected = twin.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap)
+    sinks = None if group == 1 else torch.arange(kv_heads * group) / 2.0
+    actual = KERNELS.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap, sinks)
+    expected = twin.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap, sinks)
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert not actual.isnan().any()
 

@@ -81,6 +81,7 @@ class Attention:
     scale: float
     softcap: float | None
     window: int | None
+    sinks: torch.Tensor | None = None  # [num_heads] float32
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
@@ -91,7 +92,7 @@ class Attention:
             k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
         kv = context.kv[layer]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
-        attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap)
+        attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
         return self.output(attended.flatten(1), layer, context)
 
 
