@@ -108,7 +108,8 @@ class KVWriter(Protocol):
 
     q `[num_rows, num_heads, head_dim]`, k and v `[num_rows, num_kv_heads, head_dim]`; none of the three is changed.
     `rotary` `[num_positions, 2, head_dim // 2]` float32 holds cosines, then sines. Element i of a head is rotated with
-    element i + head_dim // 2, as in Llama (RoFormer, arXiv 2104.09864).
+    element i + head_dim // 2, as in Llama (RoFormer, arXiv 2104.09864). With 4 in the place of 2 it holds those of k,
+    then those of q, which are scaled by their position (Ministral 3).
     """
 
     def __call__(
@@ -128,9 +129,11 @@ class PagedAttention(Protocol):
     q `[num_rows, num_heads, head_dim]`, rotated; the KV of the rows themselves is in their pages already. `scale`
     multiplies the scores. `window`, in tokens: a row at position p sees positions above p - window; None: all up to p.
     `softcap`: a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118, §2); None: scores are
-    not capped. What pages hold beyond a sequence's context, NaN included, has no influence. Nor has what lies before a
-    window: before the first page of which a row sees a key, on a GPU 256 keys before that (they are read in tiles).
-    There the list may have any valid page.
+    not capped. `sinks` `[num_heads]` float32: a score of each head, neither scaled nor capped, that takes its share of
+    the softmax and has no value (attention sinks, arXiv 2309.17453, as gpt-oss learns them); None: there are none.
+    What pages hold beyond a sequence's context, NaN included, has no influence. Nor has what lies before a window:
+    before the first page of which a row sees a key, on a GPU 256 keys before that (they are read in tiles). There the
+    list may have any valid page.
     """
 
     def __call__(
@@ -141,4 +144,5 @@ class PagedAttention(Protocol):
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor: ...

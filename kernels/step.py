@@ -103,6 +103,7 @@ class Attend:
     scale: float
     window: int | None
     softcap: float | None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

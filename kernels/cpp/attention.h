@@ -46,8 +46,9 @@ struct AttentionCall {
     int64_t num_heads, num_kv_heads, dim, block_size;
     int64_t q_row_stride, q_head_stride, page_stride, v_offset, slot_stride;  // elements
     float scale;
-    int64_t window;  // 0: none
-    float softcap;   // 0: none
+    int64_t window;      // 0: none
+    float softcap;       // 0: none
+    const float* sinks;  // a score of each head that has no value; null: there are none
 };
 
 // Tiles of 16 keys, transposed for products with queries: element d of all keys of a tile lies side by side.
@@ -468,7 +469,9 @@ void attend(const AttentionCall<T>& call, AttentionScratch<T>& s, const Attentio
     for (int64_t i = 0; i < num_queries; i++) {
         const int64_t row = first + i / group, head = kv_head * group + i % group;
         T* to = call.out + (row * call.num_heads + head) * dim;
-        const float scale = 1.0f / sum(s.weight_sum[i]);
+        float weight = sum(s.weight_sum[i]);
+        if (call.sinks) weight += std::exp(call.sinks[head] - s.highest[i]);
+        const float scale = 1.0f / weight;
         for (int64_t d = 0; d < dim; d += kSpan) {
             const float* total = s.totals + i * padded + d;
             Sums sums = RowPair<T>::in_order({load(total), load(total + kLanes)});

@@ -18,11 +18,11 @@ namespace {
 
 template <class T>
 void attention(const void* q, void* out, const void* kv, const int64_t* query_starts, const int64_t* context_lens,
-               const int32_t* pages, const int64_t* page_starts, const int64_t* sizes, float scale, float softcap,
-               int num_threads) {
+               const int32_t* pages, const int64_t* page_starts, const int64_t* sizes, const float* sinks, float scale,
+               float softcap, int num_threads) {
     const AttentionCall<T> call{(const T*)q, (T*)out,  (const T*)kv, query_starts, context_lens, pages,    page_starts,
                                 sizes[0],    sizes[1], sizes[2],     sizes[3],     sizes[4],     sizes[5], sizes[6],
-                                sizes[7],    sizes[8], sizes[9],     scale,        sizes[10],    softcap};
+                                sizes[7],    sizes[8], sizes[9],     scale,        sizes[10],    softcap,  sinks};
     attend_all(call, num_threads);
 }
 
@@ -39,9 +39,10 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
 #define MOTET_KERNELS(NAME, T)                                                                                         \
     MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,      \
                                            const int64_t* context_lens, const int32_t* pages,                          \
-                                           const int64_t* page_starts, const int64_t* sizes, float scale,              \
-                                           float softcap, int num_threads) {                                           \
-        attention<T>(q, out, kv, query_starts, context_lens, pages, page_starts, sizes, scale, softcap, num_threads);  \
+                                           const int64_t* page_starts, const int64_t* sizes, const float* sinks,       \
+                                           float scale, float softcap, int num_threads) {                              \
+        attention<T>(q, out, kv, query_starts, context_lens, pages, page_starts, sizes, sinks, scale, softcap,         \
+                     num_threads);                                                                                     \
     }                                                                                                                  \
     MOTET_CALL void write_kv_##NAME(const T* q, const T* k, const T* v, const float* rotary, T* kv,                    \
                                     const int64_t* positions, const int64_t* row_pages, const int64_t* row_slots,      \

@@ -28,18 +28,22 @@ inline void rotate(const T* from, const float* cosines, const float* sines, int6
     }
 }
 
-// Rotates q into `q_out` `[rows, heads, dim]` and k into its pages; copies v into its pages.
+// Rotates q into `q_out` `[rows, heads, dim]` and k into its pages; copies v into its pages. A position has 2 or 4 sides
+// of angles: the last two are those of q.
 template <class T>
 void write_kv(const T* q, const T* k, const T* v, const float* rotary, T* kv, const int64_t* positions,
               const int64_t* row_pages, const int64_t* row_slots, T* q_out, const int64_t* sizes, int num_threads) {
     const int64_t num_rows = sizes[0], num_heads = sizes[1], num_kv_heads = sizes[2], dim = sizes[3];
     const int64_t q_row = sizes[4], q_head = sizes[5], k_row = sizes[6], k_head = sizes[7], v_row = sizes[8];
     const int64_t v_head = sizes[9], page_stride = sizes[10], v_offset = sizes[11], slot_stride = sizes[12];
+    const int64_t angles = sizes[13] * dim / 2;  // of a position
     share_rows(num_rows, (num_heads + num_kv_heads) * dim, num_threads, [&](int64_t start, int64_t end) {
         for (int64_t row = start; row < end; row++) {
-            const float *cosines = rotary + positions[row] * dim, *sines = cosines + dim / 2;
+            const float *cosines = rotary + positions[row] * angles, *sines = cosines + dim / 2;
+            const float *q_cosines = cosines + angles - dim, *q_sines = q_cosines + dim / 2;
             for (int64_t head = 0; head < num_heads; head++)
-                rotate(q + row * q_row + head * q_head, cosines, sines, dim, q_out + (row * num_heads + head) * dim);
+                rotate(q + row * q_row + head * q_head, q_cosines, q_sines, dim,
+                       q_out + (row * num_heads + head) * dim);
             T* to = kv + row_pages[row] * page_stride + row_slots[row] * slot_stride;
             for (int64_t head = 0; head < num_kv_heads; head++) {
                 rotate(k + row * k_row + head * k_head, cosines, sines, dim, to + head * dim);

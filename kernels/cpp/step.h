@@ -64,12 +64,13 @@ struct StepOperation {
         struct {
             void* kv;
             const float* rotary;
-            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride;
+            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, rotary_sides;
         } write_kv;
         struct {
             const void* kv;
             int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, block_size, window;
             double scale, softcap;
+            const float* sinks;
         } attend;
         struct {  // `kernel`: a `GatedKernel`; `per_row`: rows of x for each row of the step
             int64_t width;
@@ -101,7 +102,7 @@ struct StepOperation {
         } gated_delta;
     };
 };
-static_assert(sizeof(StepOperation) == 14 * 8, "as many numbers as ../native/step.py writes");
+static_assert(sizeof(StepOperation) == 15 * 8, "as many numbers as ../native/step.py writes");
 
 // The parts of some modules that share an input, in a step's adapters.
 struct LoraGroup {
@@ -239,9 +240,9 @@ class Step {
         const auto& own = op.write_kv;
         const int64_t row = (own.num_heads + 2 * own.num_kv_heads) * own.dim;
         const T *q = of(op.x), *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
-        const int64_t sizes[] = {call.num_rows,   own.num_heads, own.num_kv_heads, own.dim, row,
-                                 own.dim,         row,           own.dim,          row,     own.dim,
-                                 own.page_stride, own.v_offset,  own.slot_stride};
+        const int64_t sizes[] = {
+            call.num_rows,   own.num_heads, own.num_kv_heads, own.dim,         row, own.dim, row, own.dim, row, own.dim,
+            own.page_stride, own.v_offset,  own.slot_stride,  own.rotary_sides};
         motet::write_kv(q, k, v, own.rotary, (T*)own.kv, call.positions, call.row_pages, call.row_slots, of(op.to),
                         sizes, num_threads);
     }
@@ -252,7 +253,8 @@ class Step {
             of(op.x),     of(op.to),        (const T*)own.kv,        call.query_starts, call.context_lens,
             call.pages,   call.page_starts, call.num_sequences,      own.num_heads,     own.num_kv_heads,
             own.dim,      own.block_size,   own.num_heads * own.dim, own.dim,           own.page_stride,
-            own.v_offset, own.slot_stride,  float(own.scale),        own.window,        float(own.softcap)};
+            own.v_offset, own.slot_stride,  float(own.scale),        own.window,        float(own.softcap),
+            own.sinks};
         attend_all(attention, num_threads);
     }
 

@@ -128,6 +128,7 @@ class TritonAttention:
                 KV_HEADS=num_kv_heads,
                 HEAD_DIM=head_dim,
                 HALF=next_power_of_2(head_dim // 2),
+                SIDES=rotary.shape[1],
                 BLOCK_HEADS=block,
                 num_warps=4,
             )
@@ -141,10 +142,12 @@ class TritonAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attention.PagedAttention`."""
         kv, scales = _parts(kv)
         _check(kv, scales, q)
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), "sinks are float32"
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         launch = self._launch_of(batch, q, kv)
         scale_in, scale_out = scale * _LOG2_E, 1.0
@@ -162,12 +165,13 @@ class TritonAttention:
         }
         numbers = (scale_in, scale_out, window or 0, *q.stride()[:2], out.stride(0), *kv.stride()[:3])
         if launch.decodes.num:
-            launch.decodes.attend(q, kv, scales, out, window, numbers, shared)
+            launch.decodes.attend(q, kv, scales, sinks, out, window, numbers, shared)
         if launch.blocks is not None:
             chunk_kernel[(launch.blocks.shape[0], kv.shape[3])](
                 q,
                 kv,
                 scales,
+                sinks,
                 batch.pages,
                 batch.page_starts,
                 batch.positions,

@@ -16,6 +16,21 @@ import triton.language as tl
 FLOOR = tl.constexpr(-1.0e30)  # below every score, but finite, so that the difference of two is not NaN
 
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def with_sinks(total, largest, sinks, head, live):
+    """The sums of some heads' weights, which are relative to their largest scores, with the weights of their sinks.
+
+    That of a sink far above all scores is bounded, or it would be infinite: nothing is left of the values either way.
+    """
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=live, other=FLOOR) * _LOG2_E
+        total += tl.exp2(tl.minimum(sink - largest, 126.0))
+    return total
+
+
 @triton.jit
 def pages_of(table, start, end, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     """The pages of the keys `start : start + BLOCK`, a page of the sequence's for each, and 0 from `end` on.
@@ -111,6 +126,7 @@ def chunk_kernel(
     q,
     kv,
     scales,  # of KV of eight bits, as `Float8KV` has them; None: KV has q's dtype
+    sinks,  # [num_heads] float32 or None
     pages,
     page_starts,
     positions,
@@ -216,6 +232,9 @@ def chunk_kernel(
             PRECISION=PRECISION,
         )
         page = upcoming
+    if sinks is not None:
+        member_head = head * GROUP + tl.arange(0, BLOCK_ROWS) % GROUP
+        total = with_sinks(total, largest, sinks, member_head, member_head >= 0)
     attended = (acc / total[:, None]).to(out.dtype.element_ty)
     # Rows and heads are computed a second time, because keeping them through the loop would take registers from the
     # sums. Adding a difference that is zero, but not known to the compiler, keeps it from reusing the first ones.

@@ -57,6 +57,7 @@ class Decodes:
         q: torch.Tensor,
         kv: torch.Tensor,
         scales: torch.Tensor | None,
+        sinks: torch.Tensor | None,
         out: torch.Tensor,
         window: int | None,
         numbers: tuple[float, ...],
@@ -85,6 +86,7 @@ class Decodes:
             q,
             kv,
             scales,
+            sinks,
             self.batch.pages,
             self.batch.page_starts,
             self.batch.positions,
@@ -107,6 +109,7 @@ class Decodes:
             combine_kernel[(self.num, q.shape[1])](
                 partial,
                 stats,
+                sinks,
                 self.rows,
                 splits.starts,
                 out,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attention_device import FLOOR, add_keys, pages_of
+from .attention_device import FLOOR, add_keys, pages_of, with_sinks
 
 # More splits than a sequence has: a work item is the number of its decode times this, plus its split.
 SPLITS_OF_ITEM = tl.constexpr(128)
@@ -103,6 +103,7 @@ def decode_kernel(
     q,  # [num_rows, num_heads, HEAD_DIM]
     kv,  # [num_pages, 2, PAGE, num_kv_heads, HEAD_DIM]
     scales,  # [num_pages, 2, num_kv_heads, PAGE] float32, of KV of eight bits; None: KV has q's dtype
+    sinks,  # [num_heads] float32 or None
     pages,  # int32, of all sequences
     page_starts,  # [num_sequences] int64, where each sequence's begin in `pages`
     positions,  # [num_rows] int64; negative: the row is padding
@@ -189,6 +190,7 @@ def decode_kernel(
             )
             page = upcoming
         if length - first <= share:
+            total = with_sinks(total, largest, sinks, head * GROUP + member, member < GROUP)
             attended = acc / tl.where(total > 0, total, 1.0)[:, None]
             out_place = out + row.to(tl.int64) * out_row + (head * GROUP + member)[:, None] * HEAD_DIM + dim[None, :]
             tl.store(out_place, attended.to(out.dtype.element_ty), mask=live)
@@ -203,6 +205,7 @@ def decode_kernel(
 def combine_kernel(
     partial,
     stats,
+    sinks,  # as `decode_kernel` has them: they count once, with all splits
     rows,
     starts,
     out,
@@ -238,6 +241,7 @@ def combine_kernel(
         acc = acc * shrink + tl.sum(values * weights[:, None], 0)
         weight = weight * shrink + tl.sum(weights * total, 0)
         peak = new_peak
+    weight = with_sinks(weight, peak, sinks, head, head >= 0)
     attended = acc / tl.where(weight > 0, weight, 1.0)
     place = out + row.to(tl.int64) * out_row + head * HEAD_DIM + dim
     tl.store(place, attended.to(out.dtype.element_ty), mask=dim < HEAD_DIM)

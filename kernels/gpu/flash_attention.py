@@ -88,11 +88,12 @@ class FlashAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `attention.PagedAttention`."""
+        """See `attention.PagedAttention`. Version 2 computes no sinks, so that none are given to the package."""
         block_size, version = kv.shape[2], self._package.version_for(q.shape[2])
-        if q.dtype == torch.float32 or version is None or block_size % _PAGE_MULTIPLE:
-            return self._otherwise(q, kv, batch, scale, window, softcap)
+        if q.dtype == torch.float32 or version is None or block_size % _PAGE_MULTIPLE or sinks is not None:
+            return self._otherwise(q, kv, batch, scale, window, softcap, sinks)
         lengths = self._lengths.of(batch, lambda: _lengths(batch))
         return self._package.attend(
             q.contiguous(),

@@ -39,7 +39,7 @@ def write_kv_kernel(
     q,
     k,
     v,
-    rotary,  # [num_positions, 2, HEAD_DIM // 2] float32
+    rotary,  # [num_positions, SIDES, HEAD_DIM // 2] float32; the last two sides are those of q
     kv,
     scales,  # of KV of eight bits, as `Float8KV` has them; None: KV has the type of k and v
     positions,
@@ -59,6 +59,7 @@ def write_kv_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    SIDES: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
     """One program handles some heads of one row: it rotates q, or rotates k and writes k and v into their page."""
@@ -67,10 +68,12 @@ def write_kv_kernel(
     if position < 0:
         return
     dim = tl.arange(0, HALF)
-    angle = rotary + position * HEAD_DIM + dim
+    NUM_Q_PARTS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    angle = rotary + position * (SIDES * (HEAD_DIM // 2)) + dim
+    if SIDES == 4:
+        angle += tl.where(part < NUM_Q_PARTS, HEAD_DIM, 0)
     cos = tl.load(angle, mask=dim < HEAD_DIM // 2, other=0.0)[None, :]
     sin = tl.load(angle + HEAD_DIM // 2, mask=dim < HEAD_DIM // 2, other=0.0)[None, :]
-    NUM_Q_PARTS: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     if part < NUM_Q_PARTS:
         head = part * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         first, second, offset, live = _rotated(q + row * q_row, head, HEADS, q_head, cos, sin, HEAD_DIM, HALF)

@@ -52,7 +52,7 @@ class NativeAttention:
         self._has_warned = False
         self._hosts = DerivedFromBatches[HostBatch]()
         self._write = kernel(library, "write_kv", "ppppppppppi", dtype)
-        self._attend = kernel(library, "paged_attention", "ppppppppffi", dtype)
+        self._attend = kernel(library, "paged_attention", "pppppppppffi", dtype)
 
     def write_kv(
         self,
@@ -67,7 +67,8 @@ class NativeAttention:
         self._check(q, k, v, kv)
         host, turned = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
-        sizes = (ctypes.c_int64 * 13)(*q.shape[:2], k.shape[1], q.shape[2], *strides, *kv.stride()[:3])
+        shape = (*q.shape[:2], k.shape[1], q.shape[2])
+        sizes = (ctypes.c_int64 * 14)(*shape, *strides, *kv.stride()[:3], rotary.shape[1])
         self._write(
             q.data_ptr(),
             k.data_ptr(),
@@ -91,6 +92,7 @@ class NativeAttention:
         scale: float,
         window: int | None,
         softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `attention.PagedAttention`.
 
@@ -100,8 +102,9 @@ class NativeAttention:
         block_size, num_kv_heads = kv.shape[2:4]
         if head_dim > MOST_DIMS or num_heads // num_kv_heads > MOST_GROUPED:
             self._warn_once(head_dim, num_heads // num_kv_heads)
-            return plain_attention.paged_attention(q, kv, batch, scale, window, softcap)
+            return plain_attention.paged_attention(q, kv, batch, scale, window, softcap, sinks)
         self._check(q, kv)
+        assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.is_contiguous())
         host, out = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         shape = (len(host.page_starts), num_heads, num_kv_heads, head_dim, block_size)
         sizes = (ctypes.c_int64 * 11)(*shape, *q.stride()[:2], *kv.stride()[:3], window or 0)
@@ -114,6 +117,7 @@ class NativeAttention:
             host.pages.data_ptr(),
             host.page_starts.data_ptr(),
             ctypes.addressof(sizes),
+            None if sinks is None else sinks.data_ptr(),
             scale,
             softcap or 0.0,
             self._num_threads,

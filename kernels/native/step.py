@@ -44,7 +44,7 @@ from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
 from .rows import gated_kernel
 
-_NUM_FIELDS = 14  # of an operation in cpp/step.h
+_NUM_FIELDS = 15  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
@@ -191,13 +191,14 @@ class NativeStep:
         heads = op.heads
         assert op.rotary.dtype == torch.float32, "cosines and sines are float32"
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
-        return [self._kv_address(op.kv), self._address(op.rotary), *sizes, *op.kv.stride()[:3]]
+        return [self._kv_address(op.kv), self._address(op.rotary), *sizes, *op.kv.stride()[:3], op.rotary.shape[1]]
 
     @_fields.register
     def _(self, op: Attend) -> list[int]:
         heads, kv = op.heads, op.kv
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, *kv.stride()[:3], kv.shape[2], op.window or 0)
-        return [self._kv_address(kv), *sizes, _bits(op.scale), _bits(op.softcap or 0.0)]
+        sinks = 0 if op.sinks is None else self._address(op.sinks.float())
+        return [self._kv_address(kv), *sizes, _bits(op.scale), _bits(op.softcap or 0.0), sinks]
 
     @_fields.register
     def _(self, op: Gated) -> list[int]:

@@ -19,10 +19,10 @@ def write_kv(
     batch: AttentionBatch,
 ) -> torch.Tensor:
     """See `attention.KVWriter`."""
-    cos, sin = rotary[batch.positions].unbind(1)  # [num_rows, head_dim // 2] each
-    kv[batch.row_pages, 0, batch.row_slots] = rotated(k, cos, sin).to(k.dtype)
+    of_k, of_q = angles(rotary, batch)
+    kv[batch.row_pages, 0, batch.row_slots] = rotated(k, *of_k).to(k.dtype)
     kv[batch.row_pages, 1, batch.row_slots] = v
-    return rotated(q, cos, sin).to(q.dtype)
+    return rotated(q, *of_q).to(q.dtype)
 
 
 def paged_attention(
@@ -32,9 +32,10 @@ def paged_attention(
     scale: float,
     window: int | None,
     softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `attention.PagedAttention`."""
-    return attend_pages(q, kv.__getitem__, kv.shape[2], batch, scale, window, softcap)
+    return attend_pages(q, kv.__getitem__, kv.shape[2], batch, scale, window, softcap, sinks)
 
 
 def attend_pages(
@@ -45,6 +46,7 @@ def attend_pages(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention over pages that `read` gives. Prompt chunks one by one; decodes together, in groups of similar context.
 
@@ -62,14 +64,22 @@ def attend_pages(
         first_page = int(batch.page_starts[sequence])
         pages = batch.pages[first_page + skipped : first_page - (-context_len // block_size)]
         seen_len = context_len - skipped * block_size
-        out[start:end] = _attend_chunk(q[start:end], read(pages), seen_len, scale, window, softcap)
+        out[start:end] = _attend_chunk(q[start:end], read(pages), seen_len, scale, window, softcap, sinks)
     for group in _by_length(decodes, batch.context_lens):
         rows = torch.tensor([batch.query_starts[sequence] for sequence in group], device=q.device)
         num_pages = -(-max(batch.context_lens[sequence] for sequence in group) // block_size)
         table = page_table(batch, torch.tensor(group, device=q.device), num_pages)
         lengths = batch.positions[rows] + 1
-        out[rows] = _attend_decodes(q[rows], read(table), lengths, scale, window, softcap)
+        out[rows] = _attend_decodes(q[rows], read(table), lengths, scale, window, softcap, sinks)
     return out
+
+
+def angles(
+    rotary: torch.Tensor, batch: AttentionBatch
+) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """Cosines and sines of k, and of q, of each row, `[num_rows, head_dim // 2]` each."""
+    sides = rotary[batch.positions].unbind(1)
+    return (sides[0], sides[1]), (sides[-2], sides[-1])
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -91,7 +101,13 @@ def _by_length(sequences: list[int], context_lens: tuple[int, ...]) -> list[list
 
 
 def _attend_chunk(
-    q: torch.Tensor, pages: torch.Tensor, context_len: int, scale: float, window: int | None, softcap: float | None
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    context_len: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of q `[n, heads, dim]`, the last n rows of a context in `pages` `[p, 2, block, kv_heads, dim]`."""
     num_rows, num_heads, head_dim = q.shape
@@ -104,12 +120,21 @@ def _attend_chunk(
     if window is not None:
         seen &= key > position - window
     grouped = q.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-    attended = _attend(grouped.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), seen.repeat(group, 1), scale, softcap)
+    if sinks is not None:
+        sinks = sinks.view(num_kv_heads, group).repeat_interleave(num_rows, 1)
+    queries, seen = grouped.unsqueeze(0), seen.repeat(group, 1)
+    attended = _attend(queries, k.unsqueeze(0), v.unsqueeze(0), seen, scale, softcap, sinks)
     return attended.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3).reshape(q.shape)
 
 
 def _attend_decodes(
-    q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, scale: float, window: int | None, softcap: float | None
+    q: torch.Tensor,
+    pages: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of q `[n, heads, dim]`, one row for each sequence; row i of `pages` holds those of its sequence.
 
@@ -126,18 +151,30 @@ def _attend_decodes(
     hidden = ~seen[:, None, :, None]
     k, v = k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
     grouped = q.view(num_rows, num_kv_heads, -1, head_dim)  # the heads of a group are rows that see the same keys
-    return _attend(grouped, k, v, seen[:, None, None, :], scale, softcap).reshape(q.shape)
+    sinks = None if sinks is None else sinks.view(num_kv_heads, -1)
+    return _attend(grouped, k, v, seen[:, None, None, :], scale, softcap, sinks).reshape(q.shape)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float, softcap: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of q `[n, heads, rows, dim]` over k and v `[n, heads, keys, dim]`.
 
-    `seen`, a mask, broadcasts to `[n, heads, rows, keys]`.
+    `seen`, a mask, broadcasts to `[n, heads, rows, keys]`; sinks are `[heads, rows]`.
     """
-    if softcap is None:
+    if softcap is None and sinks is None:
         return scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     scores = (q @ k.transpose(2, 3) * scale).float()
-    capped = softcap * torch.tanh(scores / softcap)
-    return capped.masked_fill(~seen, -torch.inf).softmax(-1).to(v.dtype) @ v
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1).to(v.dtype) @ v
+    with_sinks = torch.cat((scores, sinks[:, :, None].expand(*scores.shape[:3], 1)), dim=-1)
+    return with_sinks.softmax(-1)[..., :-1].to(v.dtype) @ v

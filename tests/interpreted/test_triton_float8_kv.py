@@ -58,7 +58,8 @@ def test_what_is_written_is_the_twins(head_dim: int, group: int, kv_heads: int) 
     heads = torch.randn(batch.query_starts[-1], kv_heads * (group + 2), head_dim, generator=generator)
     heads[2, -1] = 0.0
     q, k, v = heads.split([kv_heads * group, kv_heads, kv_heads], dim=1)
-    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, 400)
+    scaled = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16.0}  # queries, by their position
+    rotary = rotary_table(RotaryConfig(10000.0, "default", scaled), head_dim, 400)
     twin_pool = pool.clone()
     kv, expected = (float8_view(of[:, 1], BLOCK, kv_heads, head_dim) for of in (pool, twin_pool))
     turned = KERNELS.write_kv(q, k, v, rotary, kv, batch)
@@ -80,8 +81,9 @@ def test_attention(head_dim: int, group: int, kv_heads: int, window: int | None,
     pool, batch = paged(SEQUENCES, kv_heads, head_dim)
     kv = filled(pool, batch, kv_heads, head_dim)
     q = torch.randn(batch.query_starts[-1], kv_heads * group, head_dim, generator=torch.Generator().manual_seed(2))
-    actual = KERNELS.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap)
-    expected = twin.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap)
+    sinks = None if group == 1 else torch.arange(kv_heads * group) / 2.0
+    actual = KERNELS.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap, sinks)
+    expected = twin.paged_attention(q, kv, batch, head_dim**-0.5, window, softcap, sinks)
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
     assert not actual.isnan().any()
 

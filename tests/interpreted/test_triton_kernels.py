@@ -97,14 +97,17 @@ def check_attention(
     # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
     heads = torch.randn(batch.query_starts[-1], num_kv_heads * (group + 2), head_dim, generator=generator)
     q, k, v = heads.split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
-    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, 400)
+    scaled = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16.0}  # queries, by their position
+    rotary = rotary_table(RotaryConfig(10000.0, "default", scaled if seed % 2 else {}), head_dim, 400)
     kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
     turned = KERNELS.write_kv(q, k, v, rotary, kv, batch)
     expected_turned = plain_attention.write_kv(q, k, v, rotary, twin_kv, batch)
     close(turned, expected_turned)
     close(kv, twin_kv)
-    actual = KERNELS.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap)
-    close(actual, plain_attention.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap))
+    sinks = torch.randn(q.shape[1], generator=generator) * 9 if seed % 2 else None
+    how = (head_dim**-0.5, window, softcap, sinks)
+    actual = KERNELS.paged_attention(expected_turned, twin_kv, batch, *how)
+    close(actual, plain_attention.paged_attention(expected_turned, twin_kv, batch, *how))
     assert pool[:, 0].isnan().all(), "another layer was written"
 
 
@@ -124,9 +127,9 @@ def test_long_context() -> None:
     q = torch.randn(4, 2, 16, generator=generator)
     kv = pool[:, 1]
     kv[batch.row_pages, :, batch.row_slots] = torch.randn(4, 2, 1, 16, generator=generator)
-    for window in (None, 3000):
-        actual = KERNELS.paged_attention(q, kv, batch, 0.25, window)
-        close(actual, plain_attention.paged_attention(q, kv, batch, 0.25, window))
+    for window, sinks in ((None, None), (3000, None), (None, torch.tensor([6.0, -2.0]))):
+        actual = KERNELS.paged_attention(q, kv, batch, 0.25, window, None, sinks)
+        close(actual, plain_attention.paged_attention(q, kv, batch, 0.25, window, None, sinks))
 
 
 def test_attention_of_nothing() -> None:
@@ -170,9 +173,10 @@ def test_padding_rows_write_nothing_and_give_zeros() -> None:
     expected = plain_attention.write_kv(q[:2], k[:2], v[:2], rotary, twin_kv, batch)
     close(turned[:2], expected)
     close(kv, twin_kv)
-    out = KERNELS.paged_attention(turned, kv, padded, 0.25, None)
-    close(out[:2], plain_attention.paged_attention(expected, kv, batch, 0.25, None))
-    assert (out[2:] == 0).all()
+    for sinks in (None, torch.tensor([3.0, -3.0, 200.0, 0.0])):
+        out = KERNELS.paged_attention(turned, kv, padded, 0.25, None, None, sinks)
+        close(out[:2], plain_attention.paged_attention(expected, kv, batch, 0.25, None, None, sinks))
+        assert (out[2:] == 0).all()
 
 
 ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1, 2, 3, 8, 17, 64, 256]), min_size=1)

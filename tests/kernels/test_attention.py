@@ -22,7 +22,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 
 def dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None, softcap: float | None, num_rows: int
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    num_rows: int,
 ) -> torch.Tensor:
     """Dense attention of the last rows of one sequence. q `[rows, heads, dim]`, k, v `[context, kv_heads, dim]`."""
     group = q.shape[1] // k.shape[1]
@@ -33,7 +39,9 @@ def dense(
     position = torch.arange(len(k) - num_rows, len(k)).unsqueeze(1)
     key = torch.arange(len(k)).unsqueeze(0)
     hidden = (key > position) | (key <= position - window if window is not None else torch.tensor(False))
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    total = weights.sum(-1) if sinks is None else weights.sum(-1) + sinks.exp().unsqueeze(1)
+    return torch.einsum("hqk,khd->qhd", weights / total.unsqueeze(-1), v)
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -52,6 +60,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=8),
     window=st.one_of(st.none(), st.integers(1, 30)),
     softcap=st.sampled_from([None, 0.5, 5.0]),
+    sink=st.sampled_from([None, -3.0, 2.0]),
     seed=st.integers(0, 2**20),
 )
 def test_rows_attend_to_their_own_sequence(
@@ -60,6 +69,7 @@ def test_rows_attend_to_their_own_sequence(
     sequences: list[tuple[int, int]],
     window: int | None,
     softcap: float | None,
+    sink: float | None,
     seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -82,7 +92,8 @@ def test_rows_attend_to_their_own_sequence(
     k, v = (torch.cat([c[i, plan.start :] for c, plan in zip(contents, plans, strict=True)]) for i in (0, 1))
     turned_q = write_kv(q, k, v, ROTARY, kv, batch)
     poison_before_window(kv, batch, window)
-    out = paged_attention(turned_q, kv, batch, HEAD_DIM**-0.5, window, softcap)
+    sinks = None if sink is None else sink + torch.arange(q.shape[1]) / 4
+    out = paged_attention(turned_q, kv, batch, HEAD_DIM**-0.5, window, softcap, sinks)
     for i, (plan, content) in enumerate(zip(plans, contents, strict=True)):
         rows = slice(batch.query_starts[i], batch.query_starts[i + 1])
         positions = torch.arange(content.shape[1])
@@ -92,6 +103,7 @@ def test_rows_attend_to_their_own_sequence(
             content[1].float(),
             window,
             softcap,
+            sinks,
             len(plan.token_ids),
         )
         torch.testing.assert_close(out[rows].float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

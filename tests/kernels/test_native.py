@@ -69,8 +69,9 @@ def test_attention_of_each_shape(native: tuple[Kernels, torch.dtype], head_dim: 
 
 
 def test_attention_over_a_long_context(native: tuple[Kernels, torch.dtype]) -> None:
-    check_attention(native, [(8191, 1), (8189, 3)], 64, 3, 1, 16, None, None, seed=0)
-    check_attention(native, [(8191, 1)], 64, 3, 1, 16, 1000, None, seed=0)
+    for seed in (0, 1):
+        check_attention(native, [(8191, 1), (8189, 3)], 64, 3, 1, 16, None, None, seed)
+        check_attention(native, [(8191, 1)], 64, 3, 1, 16, 1000, None, seed)
 
 
 def test_heads_too_wide_are_the_twins_and_one_line_says_so(
@@ -133,15 +134,21 @@ def check_attention(
     # One tensor of heads side by side, as a layer's linear gives them: q, k and v are strided.
     heads = torch.randn(num_rows, num_kv_heads * (group + 2), head_dim, generator=generator).to(dtype)
     q, k, v = heads.split([num_kv_heads * group, num_kv_heads, num_kv_heads], dim=1)
-    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), head_dim, max(old + new for old, new in sequences))
+    scaled = {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 16.0}  # queries, by their position
+    config = RotaryConfig(10000.0, "default", scaled if seed % 2 else {})
+    rotary = rotary_table(config, head_dim, max(old + new for old, new in sequences))
     kv, twin_kv = pool[:, 1], pool.clone()[:, 1]
     turned = kernels.write_kv(q, k, v, rotary, kv, batch)
     expected_turned = plain_attention.write_kv(q, k, v, rotary, twin_kv, batch)
     close(turned, expected_turned)
     torch.testing.assert_close(kv, twin_kv, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)
     poison_before_window(twin_kv, batch, window)
-    actual = kernels.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap)
-    close(actual, plain_attention.paged_attention(expected_turned, twin_kv, batch, head_dim**-0.5, window, softcap))
+    sinks = torch.randn(q.shape[1], generator=generator) * 9 if seed % 2 else None
+    if sinks is not None and len(sinks) > 2:
+        sinks[0] = 200.0  # nothing is left of the values
+    how = (head_dim**-0.5, window, softcap, sinks)
+    actual = kernels.paged_attention(expected_turned, twin_kv, batch, *how)
+    close(actual, plain_attention.paged_attention(expected_turned, twin_kv, batch, *how))
     assert pool[:, 0].isnan().all(), "another layer was written"
 
 

@@ -93,7 +93,8 @@ def make_base(kernels: Kernels, dtype: torch.dtype, activation: str, wide_norms:
         operations.append(Norm(QKV, QUERY, HEADS.num_kv_heads, norm(HEADS.head_dim), 1e-5))
         operations.append(WriteKV(QKV, ROTATED, HEADS, rotary, kv))
         window, softcap = (None, 30.0) if layer == 0 else (20, None)
-        operations.append(Attend(ROTATED, ATTENDED, HEADS, kv, 0.2, window, softcap))
+        sinks = None if layer == 0 else torch.linspace(-2.0, 2.0, HEADS.num_heads)
+        operations.append(Attend(ROTATED, ATTENDED, HEADS, kv, 0.2, window, softcap, sinks))
         operations += linear(ATTENDED, OUTPUT, layer, (3,), has_bias=False)
         operations.append(Norm(OUTPUT, 0, 1, norm(HIDDEN), 1e-5))
         operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5))
@@ -134,7 +135,7 @@ def one_by_one(
             q, k, v = (heads_of(registers[op.x], at, n, 24) for at, n in ((0, 4), (QUERY, 2), (QUERY + KV, 2)))
             registers[op.to] = kernels.write_kv(q, k, v, op.rotary, op.kv, batch)
         elif isinstance(op, Attend):
-            found = kernels.paged_attention(registers[op.x], op.kv, batch, op.scale, op.window, op.softcap)
+            found = kernels.paged_attention(registers[op.x], op.kv, batch, op.scale, op.window, op.softcap, op.sinks)
             registers[op.to] = found.flatten(1)
         else:
             assert isinstance(op, Gated), "experts have a test of their own"

@@ -61,6 +61,12 @@ def attend_heads(heads: int, kv_heads: int, head_dim: int, window: int | None = 
     KERNELS.paged_attention(q, kv, batch((2048, 1), 4096), head_dim**-0.5, window, None)
 
 
+def attend_with_sinks() -> None:
+    """A chunk and a decode of gpt-oss, in layers that do not slide."""
+    q, kv = bf16(2049, 64, 64), bf16(2000, 24, 2, 16, 8, 64)[:, 5]
+    KERNELS.paged_attention(q, kv, batch((2048, 1), 4096), 0.125, None, None, torch.empty(64, device=META))
+
+
 def attend_in_float32() -> None:
     """Only checks are computed in it."""
     kv = torch.empty(2000, 32, 2, 16, 8, 128, device=META)[:, 5]
@@ -141,6 +147,7 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "16/16 heads of 96": (lambda: attend_heads(16, 16, 96), ATTENTION),
     "28/4 heads of 128": (lambda: attend_heads(28, 4, 128), ATTENTION),
     "32/8 heads of 128, window": (lambda: attend_heads(32, 8, 128, 4096), ATTENTION),
+    "64/8 heads of 64, sinks": (attend_with_sinks, ATTENTION),
     "32/8 heads of 128, float32": (attend_in_float32, ATTENTION),
     "32/8 heads of 128, KV in float8": (lambda: attend_float8(32, 8, 128), ATTENTION),
     "32/8 heads of 64, KV in float8": (lambda: attend_float8(32, 8, 64), ATTENTION),

@@ -24,8 +24,9 @@ def made_page(page: str) -> str:
         for architecture, family in sorted(FAMILIES.items(), key=lambda item: item[0].lower())
     ]
     rows += [
-        (architecture, f"{wrapper.model_type}` of `{wrapper.text.model_type}", "its text model", _lora(wrapper.text))
+        (architecture, f"{wrapper.model_type}` of `{text.model_type}", "its text model", _lora(text))
         for architecture, wrapper in sorted(WRAPPERS.items(), key=lambda item: item[0].lower())
+        for text in wrapper.texts
     ]
     head = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
     lines = [f"| `{architecture}` | `{kind}` | {served} | {lora} |" for architecture, kind, served, lora in rows]

@@ -32,6 +32,7 @@ from transformers import (
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MinistralConfig,
     Mistral3Config,
     MistralConfig,
@@ -79,6 +80,13 @@ YARN_ROPE: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "factor": 4.0,
     "original_max_position_embeddings": 64,
+}
+SCALED_ROPE: dict[str, Any] = {  # queries are scaled, more often within a short prompt
+    **YARN_ROPE,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.4,
 }
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
@@ -200,6 +208,11 @@ VARIANTS: Mapping[str, Variant] = {
     ),
     "glm4": Variant(lambda: Glm4Config(**SHAPE, head_dim=24)),
     "ernie4_5": Variant(lambda: Ernie4_5Config(**SHAPE | {"tie_word_embeddings": True}, head_dim=20, use_bias=True)),
+    "ministral3": Variant(
+        lambda: Ministral3Config(
+            **SHAPE | {"num_key_value_heads": 1}, head_dim=20, sliding_window=30, rope_parameters=deepcopy(SCALED_ROPE)
+        )
+    ),
     "qwen3_5": Variant(
         lambda: Qwen3_5TextConfig(
             **SHAPE,
@@ -280,6 +293,16 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         vision_config={**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         tie_word_embeddings=True,
         **QWEN_TOKENS,
+    ),
+    "ministral3_vision": lambda: Mistral3Config(
+        text_config={
+            **WRAPPED_TEXT,
+            "model_type": "ministral3",
+            "head_dim": 20,
+            "rope_parameters": deepcopy(SCALED_ROPE),
+        },
+        vision_config=PIXTRAL,
+        image_token_index=152,
     ),
 }
 

@@ -166,6 +166,9 @@ def test_what_flash_attention_cannot_do_goes_elsewhere() -> None:
     q, kv, batch = attention_case([(3, 1)], torch.float32)
     flash = FlashAttention(FlashPackage("stand-in", _refuse, (2,)), paged_attention)
     torch.testing.assert_close(flash.paged_attention(q, kv, batch, 0.2, None), paged_attention(q, kv, batch, 0.2, None))
+    q, kv, batch = attention_case([(3, 1)], torch.bfloat16)
+    how = (q, kv, batch, 0.2, None, None, torch.ones(8))
+    torch.testing.assert_close(flash.paged_attention(*how), paged_attention(*how))
 
 
 @pytest.mark.parametrize(

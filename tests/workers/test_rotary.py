@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Phi3Config, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from motet.workers.models.config import ModelConfig
@@ -85,6 +86,20 @@ def test_layers_that_slide_may_have_their_own(raw: dict[str, object]) -> None:
     only = {"max_position_embeddings": 64}
     assert [found.theta for found in layer_rotaries(only, (True, False), 1e6, 1e4)] == [1e4, 1e6]
     assert [found.theta for found in layer_rotaries(only, (True, False), 1e6, None)] == [1e6, 1e6]
+
+
+def test_queries_are_scaled_as_by_transformers() -> None:
+    parameters = {**PARAMETERS[3], "llama_4_scaling_beta": 0.1}
+    raw = {"rope_parameters": parameters, "max_position_embeddings": 4096}
+    config = RotaryConfig.from_model_config(raw, scales_queries=True)
+    table = rotary_table(config, 64, 2000)
+    plain = rotary_table(RotaryConfig.from_model_config({**raw, "rope_parameters": PARAMETERS[3]}), 64, 2000)
+    scale = get_llama_4_attn_scale(torch.arange(2000).unsqueeze(0), 0.1, 256)[0, 0]
+    torch.testing.assert_close(table, torch.cat((plain, plain * scale.unsqueeze(1)), dim=1), atol=1e-6, rtol=0)
+    assert scale.max() > 1.19
+    del parameters["llama_4_scaling_beta"]
+    with pytest.raises(KeyError, match="llama_4_scaling_beta"):
+        RotaryConfig.from_model_config(raw, scales_queries=True)
 
 
 def test_unknown_scaling_is_refused_by_name() -> None:

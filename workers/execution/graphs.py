@@ -299,20 +299,23 @@ class MixedGraphs:
                 scale: float,
                 window: int | None,
                 softcap: float | None = None,
+                sinks: torch.Tensor | None = None,
             ) -> torch.Tensor:
                 self._queries[:size].copy_(q)
-                cut(lambda: self._attend_rows(kv, scale, window, softcap))
+                cut(lambda: self._attend_rows(kv, scale, window, softcap, sinks))
                 return self._attended[:size]
 
             return self._hidden[:size].copy_(self._forward(token_ids, batch, adapters, attend))
 
         return Bucket(adapters, self._record(compute))
 
-    def _attend_rows(self, kv: LayerKV, scale: float, window: int | None, softcap: float | None) -> None:
+    def _attend_rows(
+        self, kv: LayerKV, scale: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+    ) -> None:
         """Attention of the step under way."""
         assert self._batch is not None, "what is recorded is replayed for a step"
         num_rows = len(self._batch.positions)
-        attended = self._attend(self._queries[:num_rows], kv, self._batch, scale, window, softcap)
+        attended = self._attend(self._queries[:num_rows], kv, self._batch, scale, window, softcap, sinks)
         self._attended[:num_rows].copy_(attended)
 
 

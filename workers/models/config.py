@@ -15,7 +15,7 @@ from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
-from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, without_axes
+from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
 from .sliding import has_rotary, recurrent_layers, sliding_layers
 from .stored_tensor import folder_has_head
 
@@ -301,11 +301,13 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     _refuse_unsupported(raw)
     wrapper = WRAPPERS.get(_architecture(raw))
     if wrapper is not None:
-        raw = _text_config(raw, wrapper)
+        raw, family = _text_config(raw, wrapper)
         _refuse_unsupported(raw)
-    family = _family(raw) if wrapper is None else wrapper.text
+    else:
+        family = _family(raw)
     if family.ignores_axes:
         raw = without_axes(raw, has_axes=False)
+    raw = with_default_rope(raw, family.default_rope)
     values = read_keys(raw, family)
     activation = values[family.activation_key]
     activation = family.activations.get(activation, activation)
@@ -321,7 +323,13 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     slides = sliding_layers(values, family.slides, recurrent=family.recurrent)
     window = values.get("sliding_window")
     rotaries = layer_rotaries(
-        {**raw, **values}, slides, family.rope_theta, family.local_rope_theta, family.rotated_share, family.rope_kinds
+        {**raw, **values},
+        slides,
+        family.rope_theta,
+        family.local_rope_theta,
+        family.rotated_share,
+        family.rope_kinds,
+        family.scales_queries,
     )
     if rotaries[0].factors:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
@@ -387,23 +395,27 @@ def _check_model_type(raw: Mapping[str, Any], needed: str) -> None:
         )
 
 
-def _text_config(raw: Mapping[str, Any], wrapper: Wrapper) -> Mapping[str, Any]:
-    """The keys of the text model, as a model of text alone has them."""
+def _text_config(raw: Mapping[str, Any], wrapper: Wrapper) -> tuple[Mapping[str, Any], Family]:
+    """The keys of the text model, as a model of text alone has them, and its family."""
     _check_model_type(raw, wrapper.model_type)
+    family = wrapper.text
     if wrapper.may_be_flat and "text_config" not in raw:
         text = {key: value for key, value in raw.items() if key not in ("model_type", "vision_config")}
     else:
         text = dict(raw["text_config"])
-        model_type = text.get("model_type", wrapper.text.model_type)
-        if model_type != wrapper.text.model_type:
+        families = {each.model_type: each for each in wrapper.texts}
+        model_type = text.get("model_type", family.model_type)
+        if model_type not in families:
+            accepted = ", ".join(map(repr, families))
             raise ValueError(
-                f"text_config.model_type = {model_type!r} is not supported in a {wrapper.model_type}: "
-                f"{wrapper.text.model_type!r} is accepted"
+                f"text_config.model_type = {model_type!r} is not supported in a {wrapper.model_type}: {accepted} "
+                f"{'is' if len(families) == 1 else 'are'} accepted"
             )
+        family = families[model_type]
         text["eos_token_id"] = raw.get("eos_token_id") or text.get("eos_token_id")
     if isinstance(text.get("tie_word_embeddings", False), bool):  # else it is refused
         text["tie_word_embeddings"] = raw.get("tie_word_embeddings", wrapper.ties_by_default)
-    return without_axes(text, wrapper.has_axes)
+    return without_axes(text, wrapper.has_axes), family
 
 
 def _context(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig], family: Family) -> int:

@@ -62,6 +62,8 @@ class Family:
     rope_theta: float = 10_000.0  # default
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
     rope_kinds: tuple[str, ...] = SCALINGS
+    default_rope: Mapping[str, Any] | None = None  # `rope_parameters` where config.json has none; None: plain ones
+    scales_queries: bool = False  # by their position, after their rotation
     rotated_share: float | None = None  # default of `partial_rotary_factor`; None: heads are rotated whole
     rotates_neighbours: bool = False  # pairs (0, 1), (2, 3) …, not (0, half), (1, half + 1) …
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
@@ -124,6 +126,22 @@ FAMILIES = {
         _COMMON | {"num_key_value_heads": 8, "sliding_window": 4096, "layer_types": None},
         nullable=_KV_HEADS,
         slides=throughout,
+    ),
+    "Ministral3ForCausalLM": Family(
+        "ministral3",
+        "ministral3",
+        _COMMON | {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None},
+        slides=throughout,
+        default_rope={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16_384,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+        scales_queries=True,
     ),
     "GraniteForCausalLM": Family(
         "granite",
@@ -341,9 +359,14 @@ class Wrapper:
 
     model_type: str
     text: Family  # what `text_config` describes
+    other_texts: tuple[Family, ...] = ()  # likewise, where its `model_type` says so
     ties_by_default: bool = False  # `tie_word_embeddings` counts beside `text_config`, not in it
     may_be_flat: bool = False  # older files have the text model's keys beside `vision_config`
     has_axes: bool = False  # its rotary embedding has to name `mrope_section`
+
+    @property
+    def texts(self) -> tuple[Family, ...]:
+        return (self.text, *self.other_texts)
 
 
 _QWEN_VL: dict[str, Any] = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_window_layers": 80}
@@ -360,7 +383,12 @@ WRAPPERS = {
         ),
         ties_by_default=True,
     ),
-    "Mistral3ForConditionalGeneration": Wrapper("mistral3", FAMILIES["MistralForCausalLM"], ties_by_default=True),
+    "Mistral3ForConditionalGeneration": Wrapper(
+        "mistral3",
+        FAMILIES["MistralForCausalLM"],
+        (FAMILIES["Ministral3ForCausalLM"],),
+        ties_by_default=True,
+    ),
     "Qwen2VLForConditionalGeneration": Wrapper(
         "qwen2_vl", replace(_QWEN2_VL, model_type="qwen2_vl_text"), may_be_flat=True, has_axes=True
     ),

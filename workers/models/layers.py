@@ -89,6 +89,7 @@ class Attention:
     window: int | None
     kv_index: int  # among the layers with attention
     is_gated: bool = False  # before q there is a gate of the output
+    sinks: torch.Tensor | None = None  # [num_heads] float32
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
@@ -103,7 +104,7 @@ class Attention:
             k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
         kv = context.kv[self.kv_index]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
-        attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap)
+        attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
         attended = attended.flatten(1)
         if gate is not None:
             attended = kernels.multiply_gate(attended, gate)

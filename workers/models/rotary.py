@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .rotary_config import LONGROPE, NO_ROTARY, RotaryConfig
+from .rotary_config import LONGROPE, NO_ROTARY, QUERY_SCALING, RotaryConfig
 
 
 def rotary_tables(
@@ -26,7 +26,10 @@ def rotary_tables(
 
 
 def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines and sines of each position, `[num_positions, 2, head_dim // 2]` in float32; see `head_order`."""
+    """Cosines and sines of each position, `[num_positions, 2, head_dim // 2]` in float32; see `head_order`.
+
+    Where queries are scaled by their position there are 4: those of keys, then those of queries, times the scale.
+    """
     num_rotated = config.num_rotated(head_dim)
     if config.kind == LONGROPE:
         frequencies, amplitude = _longrope(config, num_rotated, num_positions)
@@ -36,7 +39,15 @@ def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> tor
     table = torch.zeros(num_positions, 2, head_dim // 2)
     table[:, 0] = 1.0
     table[:, :, : num_rotated // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude
+    if QUERY_SCALING in config.options:
+        return torch.cat((table, table * query_scales(config.options, num_positions)[:, None, None]), dim=1)
     return table
+
+
+def query_scales(options: Mapping[str, float], num_positions: int) -> torch.Tensor:
+    """`[num_positions]`: what a query is multiplied by, more with each original context before it (Llama 4)."""
+    contexts = torch.floor(torch.arange(num_positions) / options["original_max_position_embeddings"])
+    return 1 + options[QUERY_SCALING] * torch.log(1 + contexts)
 
 
 def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:

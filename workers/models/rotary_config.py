@@ -10,13 +10,14 @@ from typing import Any
 SCALINGS = ("default", "linear", "llama3", "yarn")
 LONGROPE = "longrope"  # of families that say so
 NO_ROTARY = "none"  # of layers that do not rotate: all angles are 0
+_ORIGINAL = "original_max_position_embeddings"
 # The numbers of each scaling, those first that it needs. `truncate` is a flag.
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    LONGROPE: ("original_max_position_embeddings",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+    LONGROPE: (_ORIGINAL,),
 }
 _FACTORS = ("short_factor", "long_factor")  # lists of `longrope`, which divide the frequencies
 _OPTIONAL = {
@@ -26,7 +27,8 @@ _OPTIONAL = {
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _TYPE_KEYS = ("rope_type", "type")
 _AXES_KEYS = ("mrope_section", "mrope_interleaved")
-_NOTES = frozenset({"finetuned"})  # of published files; nothing computes with them
+_NOTES = frozenset({"finetuned", "max_position_embeddings"})  # of published files; nothing computes with them
+QUERY_SCALING = "llama_4_scaling_beta"  # of families whose queries are scaled by their position
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,12 @@ class RotaryConfig:
         default_theta: float = 10000.0,
         default_share: float | None = None,
         scalings: tuple[str, ...] = SCALINGS,
+        scales_queries: bool = False,
     ) -> RotaryConfig:
         """Reads `rope_parameters` (new) or `rope_theta` with `rope_scaling` (old) of a config.json.
 
-        `default_share`: None: `partial_rotary_factor` is not read. Raises ValueError for what this decoder or
-        transformers does not compute.
+        `default_share`: None: `partial_rotary_factor` is not read. `scales_queries`: the numbers that `query_scales`
+        needs are read too. Raises ValueError for what this decoder or transformers does not compute.
         """
         parameters = _parameters(raw)
         types = [parameters.pop(key, None) for key in _TYPE_KEYS]
@@ -65,7 +68,8 @@ class RotaryConfig:
         _set_original_length(kind, parameters, raw)
         factors = tuple(_factors(key, parameters.pop(key, None)) for key in _FACTORS) if kind == LONGROPE else ()
         share = 1.0 if share is None else float(share)
-        return RotaryConfig(float(theta), kind, _options(kind, parameters), share, factors)
+        needed = (*_NEEDED[kind], *((QUERY_SCALING, _ORIGINAL) if scales_queries else ()))
+        return RotaryConfig(float(theta), kind, _options(kind, parameters, needed), share, factors)
 
     def num_rotated(self, head_dim: int) -> int:
         """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number."""
@@ -81,7 +85,7 @@ class RotaryConfig:
     def longest(self) -> float | None:
         """Tokens up to which the base was stretched; None: config.json does not say it of this scaling."""
         if self.kind == "yarn":
-            return self.options["factor"] * self.options["original_max_position_embeddings"]
+            return self.options["factor"] * self.options[_ORIGINAL]
         return None
 
 
@@ -100,30 +104,30 @@ def _parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _set_original_length(kind: str, parameters: dict[str, Any], raw: Mapping[str, Any]) -> None:
     """Where the scaling needs it and does not say it, it is the model's."""
-    key = "original_max_position_embeddings"
+    key = _ORIGINAL
     if key in _NEEDED[kind]:
         length = parameters.setdefault(key, raw[key if kind == LONGROPE else "max_position_embeddings"])
         if raw.get(key, length) != length:
             raise ValueError(f"{key} = {raw[key]!r} contradicts {length!r} of the rotary embedding: keep one")
 
 
-def _options(kind: str, parameters: Mapping[str, Any]) -> dict[str, float]:
+def _options(kind: str, parameters: Mapping[str, Any], needed: Sequence[str]) -> dict[str, float]:
     options = {}
     for key, value in parameters.items():
         if key == "truncate" and kind == "yarn":
             if not isinstance(value, bool):
                 raise ValueError(f"{key} = {value!r} of a rotary embedding: true or false is needed")
             options[key] = float(value)
-        elif key in _NEEDED[kind] or (key in _OPTIONAL.get(kind, ()) and value is not None):
+        elif key in needed or (key in _OPTIONAL.get(kind, ()) and value is not None):
             if not _is_positive(value):
                 raise ValueError(f"{key} = {value!r} of a rotary embedding: a number above 0 is needed")
             options[key] = float(value)
         elif value and key not in _NOTES and key not in _OPTIONAL.get(kind, ()):
-            accepted = ", ".join(("rope_theta", *_NEEDED[kind], *_OPTIONAL.get(kind, ())))
+            accepted = ", ".join(("rope_theta", *needed, *_OPTIONAL.get(kind, ())))
             raise ValueError(
                 f"{key} = {value!r} is not supported for a rotary embedding of type {kind!r}: {accepted} are accepted"
             )
-    for key in _NEEDED[kind]:
+    for key in needed:
         if key not in options:
             raise KeyError(key)
     if kind == "llama3" and options["high_freq_factor"] <= options["low_freq_factor"]:
@@ -159,6 +163,13 @@ def head_order(head_dim: int, num_rotated: int, rotates_neighbours: bool) -> tup
     return () if order == tuple(range(head_dim)) else order
 
 
+def with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The same config with `rope_parameters`, where it says nothing of the rotary embedding but perhaps its theta."""
+    if default is None or raw.get("rope_parameters") is not None or raw.get("rope_scaling"):
+        return raw
+    return {**raw, "rope_parameters": default}
+
+
 def without_axes(raw: Mapping[str, Any], has_axes: bool) -> dict[str, Any]:
     """The same config for positions of text, which are equal on all axes of a rotary embedding for pictures.
 
@@ -181,10 +192,11 @@ def layer_rotaries(
     local_theta: float | None,
     share: float | None = None,
     scalings: tuple[str, ...] = SCALINGS,
+    scales_queries: bool = False,
 ) -> tuple[RotaryConfig, ...]:
     """The embedding of each layer. With a `local_theta`, its default, layers that slide have their own (Gemma 3)."""
     if local_theta is None:
-        return (RotaryConfig.from_model_config(raw, theta, share, scalings),) * len(slides)
+        return (RotaryConfig.from_model_config(raw, theta, share, scalings, scales_queries),) * len(slides)
     kinds = {} if raw.get("rope_scaling") and not raw.get("rope_parameters") else _parameters(raw)
     for key in kinds:
         if key not in _KINDS_OF_LAYERS:

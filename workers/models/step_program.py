@@ -125,7 +125,8 @@ def _layer(layer: DecoderLayer, rotary: torch.Tensor, kv: LayerKV, *, is_first: 
         yield Norm(QKV, 0, heads.num_heads, norm.q, norm.eps)
         yield Norm(QKV, heads.num_heads * heads.head_dim, heads.num_kv_heads, norm.k, norm.eps)
     yield WriteKV(QKV, ROTATED, heads, rotary, kv)
-    yield Attend(ROTATED, ATTENDED, heads, kv, attention.scale, attention.window, attention.softcap)
+    scores = (attention.scale, attention.window, attention.softcap, attention.sinks)
+    yield Attend(ROTATED, ATTENDED, heads, kv, *scores)
     yield from _linear(attention.output, ATTENDED, OUTPUT, layer.index)
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
