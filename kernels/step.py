@@ -83,13 +83,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class WriteKV:
-    """to = the rotated q; k and v go into the pages of their rows. x has q, k and v side by side."""
+    """to = the rotated q; k and v go into the pages of their rows. x has q, k and v side by side, its last columns."""
 
     x: Register
     to: Register
     heads: Heads
     rotary: torch.Tensor
     kv: LayerKV
+    column: int = 0  # where q begins in a row of x
 
 
 @dataclass(frozen=True)

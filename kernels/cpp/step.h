@@ -64,7 +64,7 @@ struct StepOperation {
         struct {
             void* kv;
             const float* rotary;
-            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, rotary_sides;
+            int64_t num_heads, num_kv_heads, dim, page_stride, v_offset, slot_stride, rotary_sides, column;
         } write_kv;
         struct {
             const void* kv;
@@ -238,8 +238,8 @@ class Step {
 
     void write(const StepOperation& op) const {
         const auto& own = op.write_kv;
-        const int64_t row = (own.num_heads + 2 * own.num_kv_heads) * own.dim;
-        const T *q = of(op.x), *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
+        const int64_t row = own.column + (own.num_heads + 2 * own.num_kv_heads) * own.dim;
+        const T *q = of(op.x) + own.column, *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
         const int64_t sizes[] = {
             call.num_rows,   own.num_heads, own.num_kv_heads, own.dim,         row, own.dim, row, own.dim, row, own.dim,
             own.page_stride, own.v_offset,  own.slot_stride,  own.rotary_sides};

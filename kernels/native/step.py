@@ -191,7 +191,10 @@ class NativeStep:
         heads = op.heads
         assert op.rotary.dtype == torch.float32, "cosines and sines are float32"
         sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
-        return [self._kv_address(op.kv), self._address(op.rotary), *sizes, *op.kv.stride()[:3], op.rotary.shape[1]]
+        columns = op.column + (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        assert self._width(op.x) == columns, "q, k and v are the last columns"
+        layout = (*op.kv.stride()[:3], op.rotary.shape[1], op.column)
+        return [self._kv_address(op.kv), self._address(op.rotary), *sizes, *layout]
 
     @_fields.register
     def _(self, op: Attend) -> list[int]:

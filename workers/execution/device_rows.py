@@ -199,11 +199,19 @@ MOST_ROWS = 512  # of a recorded step with prompts; beyond, the device takes lon
 class DeviceRows:
     """Lays out plans for one device, one step after the other."""
 
-    def __init__(self, tables: PageTables, block_size: int) -> None:
+    def __init__(self, tables: PageTables, block_size: int, num_state_pages: int = 0) -> None:
+        """`num_state_pages`: of a sequence's recurrent state; 0: the base has none."""
         self.tables, self._block_size, self._device = tables, block_size, tables.pages.device
+        self._num_state_pages = num_state_pages
         self._chosen = torch.zeros(tables.num_sequences, dtype=torch.int64, device=self._device)  # by the step before
         self._fixed = torch.zeros((4, max(tables.num_sequences, MOST_ROWS)), dtype=torch.int64, device=self._device)
         self._padding = torch.tensor(_PADDING, device=self._device).unsqueeze(1)
+
+    def states(self, sequences: Sequence[SequencePlan], query_starts: Sequence[int]) -> StateBatch | None:
+        """See `state_batch`. None: the base has no recurrent states."""
+        if not self._num_state_pages:
+            return None
+        return state_batch(sequences, query_starts, self._num_state_pages, self._device)
 
     def inputs(self, plan: StepPlan, adapters: Mapping[str, PagedAdapter], before: BegunStep) -> DeviceInputs:
         """The inputs of a plan with at least one sequence; neighbours share an adapter where they can.
@@ -316,6 +324,10 @@ class DeviceInputs:
     def is_decode(self) -> bool:
         """Every sequence has one row, and gets a token."""
         return self.sample_rows is None
+
+    @cached_property
+    def states(self) -> StateBatch | None:
+        return self._of.states(self._sequences, self._query_starts)
 
     @cached_property
     def token_ids(self) -> torch.Tensor:

@@ -102,7 +102,8 @@ class Runner:
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_layers(pool, geometry)
         self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
-        self._step = prepare_step(decoder, kernels, parallel, pool, rotary, self._kv)  # None: kernels one by one
+        states = geometry.state.layers
+        self._step = prepare_step(decoder, kernels, parallel, pool, rotary, self._kv, states)  # None: one by one
         self._paged_adapters: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         # Of the last step with any, or of its two nano-batches.
         self._adapters: list[tuple[tuple[LoraSegment, ...], StepAdapters | None]] = [((), None)] * 2
@@ -143,7 +144,7 @@ class Runner:
     def keep_tables(self, max_num_sequences: int, max_model_len: int) -> None:
         """Keeps tables of pages on the device; see `DeviceRows`. `max_num_sequences`: of a plan."""
         tables = PageTables(max_num_sequences, -(-max_model_len // self._geometry.block_size), self._pool.device)
-        self._rows = DeviceRows(tables, self._geometry.block_size)
+        self._rows = DeviceRows(tables, self._geometry.block_size, self._geometry.state.num_pages)
 
     @torch.inference_mode()
     def record_decodes(self, max_tokens: int, record: Record) -> None:
@@ -153,7 +154,7 @@ class Runner:
         what they exchange is in the graphs.
         """
         assert self._rows is not None, "what a recorded pass reads must stay where it is: keep_tables comes first"
-        if not self._tables.can_be_recorded:
+        if not self._can_be_recorded:
             return
         self._graphs = DecodeGraphs(
             self._forward,
@@ -172,7 +173,7 @@ class Runner:
         All else is as in `record_decodes`.
         """
         assert self._rows is not None, "what a recorded pass reads must stay where it is: keep_tables comes first"
-        if not self._tables.can_be_recorded:
+        if not self._can_be_recorded:
             return
         attention = self._decoder.layers[-1].attention  # all layers' heads are alike
         assert isinstance(attention, Attention), "steps with recurrent states are not recorded"
@@ -186,6 +187,11 @@ class Runner:
             max_tokens,
             record,
         )
+
+    @property
+    def _can_be_recorded(self) -> bool:
+        """Where a step's states lie is known when it begins, and only then."""
+        return self._tables.can_be_recorded and not self._geometry.state.num_pages
 
     def _adapters_of_recordings(self, rows: DeviceRows) -> RecordedAdapters:
         if self._recorded_adapters is None:
@@ -310,7 +316,8 @@ class Runner:
         return make_inputs(plan, adapters, geometry.block_size, self._pool.device, geometry.state.num_pages)
 
     def _launch(self, inputs: StepInputs | DeviceInputs) -> _Launched:
-        if (first := self.nano_batches.get(inputs.num_rows)) is not None:
+        # A sequence's state goes on row by row, so a step with states is not split.
+        if (first := self.nano_batches.get(inputs.num_rows)) is not None and inputs.states is None:
             return self._finish(inputs, self._in_nano_batches(inputs, first), self._context(inputs.attention, None))
         adapters = self._adapters_of(inputs.segments)
         if isinstance(inputs, DeviceInputs) and inputs.is_decode and self._graphs is not None:
@@ -322,7 +329,8 @@ class Runner:
             hidden = self._mixed_graphs.hidden_states(inputs, adapters)
         context = self._context(inputs.attention, adapters, inputs.states)
         if hidden is None and self._step is not None:
-            hidden = self._step.run(inputs.token_ids, inputs.attention, context.lora, context.expert_lora)
+            lora = (context.lora, context.expert_lora)
+            hidden = self._step.run(inputs.token_ids, inputs.attention, *lora, inputs.states)
         elif hidden is None:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
         return self._finish(inputs, hidden, context)

@@ -26,7 +26,7 @@ from ..config import KVDtype
 from ..models.config import slab_of_head
 from ..models.sharding import ModelSharding
 from ..window_pages import FullLayers
-from .state_pages import StateLayout, state_layout
+from .state_pages import NO_STATE, StateLayout, state_layout
 
 # A worker's one tensor of pages, for KV and adapters.
 
@@ -46,7 +46,7 @@ class PoolGeometry:
     kv_dtype: KVDtype = "dtype"  # "dtype": the pool's own
     full_layers: FullLayers | None = None  # page tables have numbers of slabs; None: of pages, and layers are in order
     num_kv_layers: int | None = None  # layers with KV, side by side in a page, where others have a state; None: all
-    state: StateLayout = StateLayout(0, ())
+    state: StateLayout = NO_STATE
 
     @property
     def page_bytes(self) -> int:
@@ -98,14 +98,18 @@ def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
 
 
 def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]:
-    """The same pages as KV, by layer with attention: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, or `Float8KV` of these.
+    """The same pages as KV, by layer with attention: `[num_pages, 2, block_size, num_kv_heads, head_dim]`.
+
+    Or `Float8KV` of these.
 
     Where tables have numbers of slabs, the slabs from the layer's own on: `[num_slabs, …]`.
     """
     shape = (geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
     if geometry.num_kv_layers is not None:
-        pages, kv_slab = pool.flatten(1), geometry.num_kv_heads * slab_of_head(
-            geometry.head_dim, geometry.block_size, geometry.kv_dtype, geometry.dtype.itemsize
+        pages, kv_slab = (
+            pool.flatten(1),
+            geometry.num_kv_heads
+            * slab_of_head(geometry.head_dim, geometry.block_size, geometry.kv_dtype, geometry.dtype.itemsize),
         )
         layers = [pages[:, start : start + kv_slab] for start in range(0, geometry.num_kv_layers * kv_slab, kv_slab)]
     elif geometry.full_layers is None:

@@ -25,11 +25,14 @@ class StateLayout:
     layers: tuple[LayerState, ...]  # by layer with a recurrent state
 
 
+NO_STATE = StateLayout(0, ())
+
+
 def state_layout(sharding: ModelSharding, page_elements: int, dtype: torch.dtype) -> StateLayout:
     """`page_elements`: of the pool's `dtype` in a page. Raises ValueError if a page is too small for a piece."""
     recurrent = sharding.config.recurrent
     if recurrent is None:
-        return StateLayout(0, ())
+        return NO_STATE
     page_bytes, page, at = page_elements * dtype.itemsize, 0, 0
     num_heads = recurrent.num_value_heads // sharding.degree
     head_bytes = recurrent.key_dim * recurrent.value_dim * torch.float32.itemsize

@@ -172,7 +172,12 @@ class ModelConfig:
         hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         gated = self.family.gated_attention
         all_query = 2 * query if gated else query
-        attn = {"q_proj": (hidden, all_query), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (query, hidden)}
+        attn = {
+            "q_proj": (hidden, all_query),
+            "k_proj": (hidden, kv),
+            "v_proj": (hidden, kv),
+            "o_proj": (query, hidden),
+        }
         dense = {
             "gate_proj": (hidden, self.intermediate_size),
             "up_proj": (hidden, self.intermediate_size),

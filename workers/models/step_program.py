@@ -10,6 +10,7 @@ import torch
 from ...adapters.adapter import EXPERT_MODULES
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
+from ...kernels.gated_delta import LayerState
 from ...kernels.step import (
     AddExpertLora,
     AddGated,
@@ -21,8 +22,10 @@ from ...kernels.step import (
     Embed,
     ExpertLinear,
     Gated,
+    GatedDeltaRule,
     Heads,
     Linear,
+    MultiplyGate,
     Norm,
     Operation,
     Program,
@@ -32,16 +35,27 @@ from ...kernels.step import (
 )
 from ..parallel import Parallel
 from .decoder import Decoder
-from .layers import EXPERT_DOWN, EXPERT_GATE_UP, Attention, DecoderLayer, ExpertMlp, GatedMlp, LoraLinear
+from .layers import (
+    EXPERT_DOWN,
+    EXPERT_GATE_UP,
+    Attention,
+    DecoderLayer,
+    ExpertMlp,
+    GatedMlp,
+    LoraLinear,
+    RecurrentMixer,
+)
 
 _log = logging.getLogger(__name__)
 
 # Registers: the residual; the normed input of a half of a layer; its output; q, k and v; q as it is rotated; what is
 # attended to; gate and up; their product. Of experts: their scores; the pairs' inputs, gates and ups, products and
-# outputs; the same of the expert that computes every row, and its gate.
+# outputs; the same of the expert that computes every row, and its gate. Of a layer with a recurrent state: its inputs,
+# and what comes of them.
 RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, INNER = range(8)
 SCORES, PAIRS, PAIRS_GATE_UP, PAIRS_INNER, PAIRS_OUTPUT = range(8, 13)
 SHARED_GATE_UP, SHARED_INNER, SHARED_OUTPUT, SHARED_GATE = range(13, 17)
+RECURRENT, MIXED = 17, 18
 
 
 def prepare_step(
@@ -51,6 +65,7 @@ def prepare_step(
     pool: torch.Tensor,
     rotary: Sequence[torch.Tensor],
     kv: Sequence[LayerKV],
+    states: Sequence[LayerState] = (),
 ) -> Step | None:
     """The decoder's step; None: its kernels are called one by one, and the log says why where they are native."""
     if kernels.step is None:
@@ -59,7 +74,7 @@ def prepare_step(
     if reason is not None:
         _log.info("kernels are called one by one, not as one program for each step: %s", reason)
         return None
-    return kernels.step.prepare(program_of(decoder, rotary, kv), pool)
+    return kernels.step.prepare(program_of(decoder, rotary, kv, states), pool)
 
 
 def why_not(decoder: Decoder, kernels: Kernels, parallel: Parallel, kv: Sequence[LayerKV]) -> str | None:
@@ -68,8 +83,6 @@ def why_not(decoder: Decoder, kernels: Kernels, parallel: Parallel, kv: Sequence
         return "several workers exchange sums within a step"
     if kernels.float8 is not None or not all(isinstance(layer, torch.Tensor) for layer in kv):
         return "weights or KV have eight bits"
-    if not all(isinstance(layer.attention, Attention) for layer in decoder.layers):
-        return "layers have a recurrent state"
     assert kernels.step is not None
     return kernels.step.why_not([heads_of(attention) for attention in _attentions(decoder)])
 
@@ -82,10 +95,18 @@ def heads_of(attention: Attention) -> Heads:
     return Heads(attention.num_heads, attention.num_kv_heads, attention.head_dim)
 
 
-def program_of(decoder: Decoder, rotary: Sequence[torch.Tensor], kv: Sequence[LayerKV]) -> Program:
+def program_of(
+    decoder: Decoder, rotary: Sequence[torch.Tensor], kv: Sequence[LayerKV], states: Sequence[LayerState] = ()
+) -> Program:
+    """`kv` and `states`: of the layers that have them. `rotary`: of all."""
     operations: list[Operation] = [Embed(RESIDUAL, decoder.embedding, decoder.embedding_scale)]
     for layer in decoder.layers:
-        operations += _layer(layer, rotary[layer.index], kv[layer.index], is_first=layer.index == 0)
+        mixer = layer.attention
+        if isinstance(mixer, Attention):
+            mixing = _attention(mixer, layer.index, rotary[layer.index], kv[mixer.kv_index])
+        else:
+            mixing = _recurrence(mixer, layer.index, states[mixer.state_index])
+        operations += _layer(layer, mixing)
     operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, decoder.norm, decoder.norm_eps))
     return Program(_widths(decoder), tuple(operations), NORMED)
 
@@ -95,9 +116,11 @@ def _widths(decoder: Decoder) -> tuple[int, ...]:
     hidden, heads = decoder.embedding.shape[1], heads_of(_attentions(decoder)[0])
     query = heads.num_heads * heads.head_dim
     widths = {RESIDUAL: hidden, NORMED: hidden, OUTPUT: hidden, ROTATED: query, ATTENDED: query}
-    widths[QKV] = query + 2 * heads.num_kv_heads * heads.head_dim
+    widths[QKV] = _attentions(decoder)[0].qkv.weight.num_out
     for layer in decoder.layers:
         mlp = layer.mlp
+        if isinstance(layer.attention, RecurrentMixer):
+            widths |= {RECURRENT: layer.attention.rule.width, MIXED: layer.attention.output.weight.num_in}
         if isinstance(mlp, GatedMlp):
             widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
         else:
@@ -111,23 +134,37 @@ def _widths(decoder: Decoder) -> tuple[int, ...]:
     return tuple(widths.get(register, 0) for register in range(max(widths) + 1))
 
 
-def _layer(layer: DecoderLayer, rotary: torch.Tensor, kv: LayerKV, *, is_first: bool) -> Iterator[Operation]:
-    attention, eps = layer.attention, layer.norm_eps
-    assert isinstance(attention, Attention)
+def _attention(attention: Attention, layer: int, rotary: torch.Tensor, kv: LayerKV) -> Iterator[Operation]:
     heads = heads_of(attention)
-    if is_first:  # nothing is to be added to the residual yet
+    query = heads.num_heads * heads.head_dim
+    column = query if attention.is_gated else 0
+    yield from _linear(attention.qkv, NORMED, QKV, layer)
+    if attention.head_norm is not None:
+        norm = attention.head_norm
+        yield Norm(QKV, column, heads.num_heads, norm.q, norm.eps)
+        yield Norm(QKV, column + query, heads.num_kv_heads, norm.k, norm.eps)
+    yield WriteKV(QKV, ROTATED, heads, rotary, kv, column)
+    scores = (attention.scale, attention.window, attention.softcap, attention.sinks)
+    yield Attend(ROTATED, ATTENDED, heads, kv, *scores)
+    if attention.is_gated:
+        yield MultiplyGate(ATTENDED, QKV, ATTENDED)
+    yield from _linear(attention.output, ATTENDED, OUTPUT, layer)
+
+
+def _recurrence(mixer: RecurrentMixer, layer: int, state: LayerState) -> Iterator[Operation]:
+    yield from _linear(mixer.inputs, NORMED, RECURRENT, layer)
+    yield GatedDeltaRule(RECURRENT, MIXED, mixer.rule, state)
+    yield from _linear(mixer.output, MIXED, OUTPUT, layer)
+
+
+def _layer(layer: DecoderLayer, mixing: Iterator[Operation]) -> Iterator[Operation]:
+    """`mixing`: attention, or what a layer has in its place."""
+    eps = layer.norm_eps
+    if layer.index == 0:  # nothing is to be added to the residual yet
         yield AddNorm(RESIDUAL, None, NORMED, layer.attention_norm, eps)
     else:
         yield AddNorm(OUTPUT, RESIDUAL, NORMED, layer.attention_norm, eps)
-    yield from _linear(attention.qkv, NORMED, QKV, layer.index)
-    if attention.head_norm is not None:
-        norm = attention.head_norm
-        yield Norm(QKV, 0, heads.num_heads, norm.q, norm.eps)
-        yield Norm(QKV, heads.num_heads * heads.head_dim, heads.num_kv_heads, norm.k, norm.eps)
-    yield WriteKV(QKV, ROTATED, heads, rotary, kv)
-    scores = (attention.scale, attention.window, attention.softcap, attention.sinks)
-    yield Attend(ROTATED, ATTENDED, heads, kv, *scores)
-    yield from _linear(attention.output, ATTENDED, OUTPUT, layer.index)
+    yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
     yield AddNorm(OUTPUT, RESIDUAL, NORMED, layer.mlp_norm, eps)
