@@ -86,7 +86,7 @@ class Law:
     """A gang, the last usage of each of its sequences, and what it has computed for them."""
 
     def __init__(self, rng: random.Random, *, feeds_tokens: bool = False) -> None:
-        of = limits(rng.randint(14, 40), rng.randint(4, 16), rng.randint(2, 6))
+        of = limits(rng.randint(14, 40), rng.randint(4, 16), rng.randint(2, 6), num_state_pages=rng.choice([0, 0, 2]))
         masks = cast(Any, LateMasks(rng))
         self.scheduler = Scheduler(
             of,

@@ -196,7 +196,7 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
         for q in bench.questions
     )
     sampling = msgspec.structs.replace(GREEDY, max_tokens=NUM_TOKENS - num_before)
-    num_pages = 400 if has_room else _tiny_pool(bench)
+    num_pages = 800 if has_room else _tiny_pool(bench)
     page_bytes = bench.stock.page_bytes
     settings = {"kv_host_bytes": 12 * page_bytes, "kv_disk_bytes": 400 * page_bytes, "kv_disk_path": tmp_path}
     with bench.stock.engine(num_pages, max_tokens_per_step=64, **settings) as rig:

@@ -59,8 +59,11 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Stock:
-    folder = tmp_path_factory.mktemp("grammars")
-    model = write_model("llama", folder / "model")
+    return made("llama", tmp_path_factory.mktemp("grammars"))
+
+
+def made(variant: str, folder: Path) -> Stock:
+    model = write_model(variant, folder / "model")
     write_tokenizer(model)
     adapters = write_adapters(model, folder / "adapters")
     return Stock.make(model, {ADAPTER: adapters[ADAPTER]}, folder / "store")
@@ -161,6 +164,23 @@ def test_the_most_likely_token_that_may_come_is_chosen_and_its_logprob_is_that_w
 def test_a_gpu_that_is_fed_tokens_gives_the_same(stock: Stock, expected: dict[int, SequenceOutput]) -> None:
     with engine(stock, "cuda") as rig:
         assert_same(answers(rig, 12), expected)
+
+
+def test_a_late_mask_preempts_a_sequence_whose_state_has_gone_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hybrid, take, generator = made("qwen3_5", tmp_path), Constraints.take, random.Random(7)
+
+    def late_by_chance(of: Constraints, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Any:
+        return take(of, [each for each in wanted if generator.random() < 0.8], is_over)
+
+    with engine(hybrid, num_pages=400) as rig:
+        on_time = answers(rig, 8)
+    monkeypatch.setattr(Constraints, "take", late_by_chance)
+    with engine(hybrid, num_pages=400) as rig:
+        assert_same(answers(rig, 8), on_time)
+        counters = rig.engine.load().counters
+        assert counters.num_preemptions == counters.num_late_masks > 5
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

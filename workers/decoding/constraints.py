@@ -322,16 +322,18 @@ class Constraints:
         """See `MaskSource`."""
         masks = dict[int, TokenMask]()
         while True:
+            num_gone = 0  # sequences that were cancelled meanwhile
             for sequence_id, index in positions:
                 constraint = self._by_id.get(sequence_id)
                 if sequence_id in masks or constraint is None:
+                    num_gone += constraint is None and sequence_id not in masks
                     continue
                 constraint.is_late = True  # before the look: a thread that makes it from here on wakes the loop
                 mask = constraint.mask(index)
                 if mask is not None:
                     constraint.is_late = False
                     masks[sequence_id] = mask
-            if len(masks) == len(positions) or is_over():
+            if len(masks) + num_gone == len(positions) or is_over():
                 return masks
             time.sleep(_POLL_S)
 

@@ -538,9 +538,15 @@ class Scheduler:
         lengths = {chunk.sequence: len(chunk.part.token_ids) for chunk in planned.chunks if chunk.part.sample}
         for sequence in (*planned.decodes, *lengths):
             if sequence.is_constrained and sequence.sequence_id not in result.tokens and sequence not in planned.drops:
+                self._counts.num_late_masks += 1
+                if self._limits.num_state_pages:  # its state has gone on, and cannot be computed from once more
+                    for each in self._uncommitted.values():
+                        if each is not planned:  # no later plan computes it
+                            each.drops.add(sequence)
+                    self._preempt(sequence)
+                    continue
                 num_tokens = lengths.get(sequence, 1)
                 sequence.put_back_late(num_tokens)
-                self._counts.num_late_masks += 1
                 self._running.num_uncomputed -= num_tokens - 1
                 self._prefixes.keep_filled(sequence)
                 self._give_back(sequence)
