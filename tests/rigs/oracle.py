@@ -44,6 +44,7 @@ from transformers import (
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen2VLConfig,
+    Qwen3_5Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -288,6 +289,21 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "qwen2_5_vl": lambda: Qwen2_5_VLConfig(
         text_config={**WRAPPED_TEXT, "rope_parameters": {**QWEN_ROPE}}, vision_config=QWEN_VISION, **QWEN_TOKENS
     ),
+    "qwen3_5_vision": lambda: Qwen3_5Config(
+        text_config={
+            **WRAPPED_TEXT,
+            "head_dim": 16,
+            "rope_parameters": {**QWEN_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+        },
+        vision_config={**QWEN_VISION, "num_position_embeddings": 16},
+        tie_word_embeddings=True,
+        **QWEN_TOKENS,
+    ),
     "qwen3_vl": lambda: Qwen3VLConfig(
         text_config={**WRAPPED_TEXT, "head_dim": 16, "rope_parameters": {**QWEN_ROPE, "mrope_section": [2, 3, 3]}},
         vision_config={**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
@@ -476,7 +492,6 @@ class Oracle:
             for name in others:
                 model.load_adapter(adapters[name], adapter_name=name)
         self._model = model.eval()
-        modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
 
     def answers(
         self, prompts: Sequence[Sequence[int]], adapters: Sequence[str | None], num_tokens: int
@@ -589,6 +604,9 @@ def exact_delta_rule(
         state = state + torch.einsum("bhk,bhv->bhkv", k[:, token], change)
         rows.append(torch.einsum("bhkv,bhk->bhv", state, q[:, token]) * q.shape[-1] ** -0.5)
     return torch.stack(rows, dim=1).to(query.dtype), state.float() if output_final_state else None
+
+
+modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
 
 
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:

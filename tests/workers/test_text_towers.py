@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
+from motet.adapters.adapter import RECURRENT_MODULES
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.validation import validate
 from motet.tests.rigs.engine_rig import Stock
@@ -24,7 +25,8 @@ from motet.workers.wire.messages import SamplingParams
 
 TOLERANCE = 1e-3  # of a logit, float32
 NUM_TOKENS = 8
-OF_TEXT = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+OF_TEXT = r".*language_model.*\.((q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z|b|a))"
+LISTED = [*ALL_LINEAR, *RECURRENT_MODULES]
 PROMPTS = [[(11 * place + 5 * number) % 140 for place in range(9 + 13 * number)] for number in range(4)]
 
 
@@ -34,7 +36,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp(request.param)
     write_model(request.param, folder / "base")
     generator = torch.Generator().manual_seed(3)
-    for name, targets in (("text", OF_TEXT), ("listed", list(ALL_LINEAR)), ("all", "all-linear")):
+    for name, targets in (("text", OF_TEXT), ("listed", LISTED), ("all", "all-linear")):
         model = AutoModelForImageTextToText.from_pretrained(folder / "base", dtype=torch.float32)
         peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
         for key, parameter in peft.named_parameters():
@@ -83,7 +85,7 @@ def test_adapters_of_older_names_and_of_the_text_model_alone(folder: Path, tmp_p
     shape = ModelConfig.from_folder(folder / "base").shape
     tensors = load_file(folder / "text" / "adapter_model.safetensors")
     renamed = {name.replace("model.language_model.", prefix): value for name, value in tensors.items()}
-    config = json.loads((folder / "text" / "adapter_config.json").read_text()) | {"target_modules": [*ALL_LINEAR]}
+    config = json.loads((folder / "text" / "adapter_config.json").read_text()) | {"target_modules": LISTED}
     save_file(renamed, tmp_path / "tensors")
     digest = validate(json.dumps(config).encode(), tmp_path / "tensors", shape).digest
     whole_config, whole_tensors = folder / "text" / "adapter_config.json", folder / "text" / "adapter_model.safetensors"

@@ -310,7 +310,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         _refuse_unsupported(raw)
     else:
         family = _family(raw)
-    if family.ignores_axes:
+    if family.reads_wrapped:
         raw = without_axes(raw, has_axes=False)
     raw = with_default_rope(raw, family.default_rope)
     values = read_keys(raw, family)
@@ -372,7 +372,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
         logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
-        is_wrapped=wrapper is not None,
+        is_wrapped=wrapper is not None or family.reads_wrapped,
         recurrent=RecurrentConfig.from_values(values, family),
     )
 

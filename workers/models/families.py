@@ -71,7 +71,7 @@ class Family:
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
     recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
-    ignores_axes: bool = False  # of a rotary embedding for pictures, which text alone does not have
+    reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property
@@ -345,7 +345,7 @@ FAMILIES = {
         rotated_share=0.25,
         recurrent=True,
         gated_attention=True,
-        ignores_axes=True,
+        reads_wrapped=True,
     ),
 }
 
