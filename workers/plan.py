@@ -117,9 +117,9 @@ class StatePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     source: Int32s  # empty: the sequence begins, with a state of zeros
     target: Int32s  # the source's pages or others
-    # The state after so many rows, ascending and less than all, is kept there too, one after the other.
-    kept_rows: tuple[int, ...] = ()
-    kept: Int32s = b""
+    # The state after so many rows, ascending and less than all, is written there too, one after the other.
+    snapshot_rows: tuple[int, ...] = ()
+    snapshots: Int32s = b""
 
 
 class SequencePlan(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -52,11 +52,11 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
     placed = list(_placed(content, layout))
     for first in range(0, num_pages, step):
         last = min(first + step, num_pages)
-        here = [each for each in placed if each.end > first * slab and each.at.a < last * slab]
+        overlapping = [each for each in placed if each.end > first * slab and each.at.a < last * slab]
         chunk = np.empty((last - first, layout.shape.num_layers, slab), PAGE_DTYPES[layout.dtype])
         for layer in range(layout.shape.num_layers):
             array = np.zeros((last - first) * slab, chunk.dtype)
-            for each in here:
+            for each in overlapping:
                 lora = content.matrices.get((layer, each.name))
                 if lora is not None:
                     _fill(array, first * slab, lora, each)

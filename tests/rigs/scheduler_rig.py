@@ -181,7 +181,7 @@ class Worker:
         filling = {*s._prefixes._copied_from}  # dense pages among these: by a plan that has not ended
         for key, page in s.memory.prefixes._pages.items():
             if self._kv[page, 0][0] == "state":
-                self._check_state(key, (page, *s.memory.prefixes._entries[page].others))
+                self._check_state(key, (page, *s.memory.prefixes._entries[page].more_pages))
             elif layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
                 resident.append((key, self._read_page("device", page)))
             elif page not in filling:
@@ -216,14 +216,14 @@ class Worker:
         """Writes a sequence's recurrent state, on top of what its earlier tokens must have left."""
         state, size = s.state, self.limits.num_state_pages
         assert state is not None and bool(state.source) == (s.start > 0)
-        assert [*state.kept_rows] == sorted({*state.kept_rows}) and all(
-            0 < row < len(s.token_ids) for row in state.kept_rows
+        assert [*state.snapshot_rows] == sorted({*state.snapshot_rows}) and all(
+            0 < row < len(s.token_ids) for row in state.snapshot_rows
         )
         self._check_state_pages(unpacked(state.source), owner, token_ids[: s.start])
-        pages = [*unpacked(state.kept), *unpacked(state.target)]
-        assert len(pages) == len({*pages}) == size * (len(state.kept_rows) + 1)
+        pages = [*unpacked(state.snapshots), *unpacked(state.target)]
+        assert len(pages) == len({*pages}) == size * (len(state.snapshot_rows) + 1)
         assert not {*pages} & {*unpacked(s.pages)[self.limits.num_unseen_pages(s.start) :]}
-        for index, row in enumerate((*state.kept_rows, len(s.token_ids))):
+        for index, row in enumerate((*state.snapshot_rows, len(s.token_ids))):
             for number, page in enumerate(pages[index * size : (index + 1) * size]):
                 for place in range(self.limits.block_size):
                     self._write(page, place, ("state", owner, tuple(token_ids[: s.start + row]), number))
@@ -290,7 +290,7 @@ class Worker:
                 self._go_on(s, owner, token_ids)
         places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
         if s.state is not None:
-            state_pages = [*unpacked(s.state.kept), *unpacked(s.state.target)]
+            state_pages = [*unpacked(s.state.snapshots), *unpacked(s.state.target)]
             places |= {(page, place) for page in state_pages for place in range(self.limits.block_size)}
         self.num_computed += len(s.token_ids)
         return places

@@ -143,10 +143,10 @@ def state_batch(
     for sequence, start in zip(sequences, query_starts, strict=False):
         state = sequence.state or unused
         rows.append(start)
-        rows.extend(start + row for row in state.kept_rows)
-        source += (state.source or state.target) + state.kept
-        target += state.kept + state.target
-        fresh += [not state.source, *[False] * len(state.kept_rows)]
+        rows.extend(start + row for row in state.snapshot_rows)
+        source += (state.source or state.target) + state.snapshots
+        target += state.snapshots + state.target
+        fresh += [not state.source, *[False] * len(state.snapshot_rows)]
         firsts.append(len(rows))
     rows.append(query_starts[-1])
     tables = [torch.frombuffer(each, dtype=torch.int32).view(len(fresh), -1) for each in (source, target)]

@@ -278,8 +278,8 @@ class Runner:
         self, inputs: StepInputs | DeviceInputs, device: torch.device, began_at: float
     ) -> tuple[dict[int, TokenMask], frozenset[int]]:
         """Masks by row, and the sequences whose masks are late, which means not made when the forward pass ends. On a
-        CPU that has ended already, so masks get a little more time than it took since `began_at`. So they do where layers
-        have a recurrent state.
+        CPU that has ended already, so masks get a little more time than it took since `began_at`, or where layers
+        have a recurrent state `_STATE_GRACE_S`.
         """
         each = enumerate(zip(inputs.sample_ids, inputs.samples, strict=True))
         rows = {sequence_id: (row, sample.index) for row, (sequence_id, sample) in each if sample.is_constrained}

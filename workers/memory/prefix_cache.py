@@ -73,7 +73,7 @@ class _Entry(msgspec.Struct, gc=False):
     depth: int  # pages before it
     adapter: str | None  # digest, if known
     num_blocks: float  # whose KV it has; of each page of a state, what part of a block would have to be computed for it
-    others: tuple[int, ...] = ()  # pages that come and go with it: those of a state but the first
+    more_pages: tuple[int, ...] = ()  # pages of a state but the first, with which they come and go
     uses: UseCount = msgspec.field(default_factory=UseCount)
     is_passed: bool = (
         False  # with a window: the sequence that filled it sees it no more, nor does the end of its prompt
@@ -107,7 +107,7 @@ class PrefixCache:
         self._sharing: deque[tuple[Sequence[int], int, object]] = deque()  # those whose last page others hold, too
         self._moved: dict[PageKey, None] = {}  # keys added or removed since the last take_changes()
         self.num_evictions = 0
-        self._num_others = 0  # pages of states but the first ones
+        self._num_more_pages = 0  # pages of states but the first ones
         self.num_leaving = 0  # pages of ended sequences that are not released yet
         self.num_may_give_back = MOST_GIVEN_BACK  # in this step
 
@@ -126,7 +126,7 @@ class PrefixCache:
     def state_of(self, key: PageKey) -> tuple[int, ...] | None:
         """Pages of the recurrent state after the page with this key; None: it is not here."""
         page = self._pages.get(state_key(key))
-        return None if page is None else (page, *self._entries[page].others)
+        return None if page is None else (page, *self._entries[page].more_pages)
 
     def insert_state(
         self, pages: tuple[int, ...], key: PageKey, depth: int, num_blocks: int, adapter: str | None = None
@@ -138,10 +138,10 @@ class PrefixCache:
         key = state_key(key)
         if key in self._pages:
             return
-        first, *others = pages
+        first, *following = pages
         self._allocator.share(pages)
-        self._num_others += len(others)
-        self._add(first, _Entry(key, depth, adapter, num_blocks / len(pages), others=tuple(others)))
+        self._num_more_pages += len(following)
+        self._add(first, _Entry(key, depth, adapter, num_blocks / len(pages), more_pages=tuple(following)))
 
     def num_held(self, keys: Sequence[PageKey], start: int, stop: int, coming_keys: Container[PageKey]) -> int:
         """The first index from `start` on, at most `stop`, whose page no sequence holds and which is not coming.
@@ -297,12 +297,12 @@ class PrefixCache:
 
     @property
     def num_pages(self) -> int:
-        return len(self._entries) + self._num_others
+        return len(self._entries) + self._num_more_pages
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """All pages, for integrity checks."""
         yield tuple(self._entries)
-        yield from (entry.others for entry in self._entries.values() if entry.others)
+        yield from (entry.more_pages for entry in self._entries.values() if entry.more_pages)
 
     def ended_holders(self) -> Iterator[Sequence[int]]:
         """Pages of ended sequences that are not released yet, for integrity checks."""
@@ -316,7 +316,7 @@ class PrefixCache:
         by_adapter = {(adapter, page) for adapter, pages in self._of_adapters.items() for page in pages}
         assert by_adapter == of_adapters, "an adapter's pages are not known as such"
         assert self.num_leaving == sum(map(len, self.ended_holders())), "pages of ended sequences are miscounted"
-        assert self._num_others == sum(len(entry.others) for entry in self._entries.values())
+        assert self._num_more_pages == sum(len(entry.more_pages) for entry in self._entries.values())
         for page in self._entries:
             assert (page in self._idle) == (self._allocator.num_holders(page) == 1), f"page {page}: idle or not?"
 
@@ -324,7 +324,9 @@ class PrefixCache:
         entry = self._entries[page]
         num_uses = 0.0 if entry.is_outdated else entry.uses.value - entry.is_passed
         depth = 0 if self._has_window else entry.depth
-        self._idle.add(page, 1 + len(entry.others), num_uses, self._page_cost_s(entry.key) * entry.num_blocks, depth)
+        self._idle.add(
+            page, 1 + len(entry.more_pages), num_uses, self._page_cost_s(entry.key) * entry.num_blocks, depth
+        )
 
     def _drop(self, page: int) -> None:
         entry = self._entries.pop(page)
@@ -336,7 +338,7 @@ class PrefixCache:
             if not pages:
                 del self._of_adapters[entry.adapter]
         self._partial_pages.remove(key)
-        if not entry.others:
+        if not entry.more_pages:
             self._moved[key] = None
-        self._num_others -= len(entry.others)
-        self._allocator.release((page, *entry.others))
+        self._num_more_pages -= len(entry.more_pages)
+        self._allocator.release((page, *entry.more_pages))

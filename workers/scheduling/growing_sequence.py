@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ARRIVAL_STEP = 1 << 24  # between the arrivals of two sequences; sequences that are promoted have values in between
 
 
-class KeptState(msgspec.Struct, frozen=True):
+class StateSnapshot(msgspec.Struct, frozen=True):
     """A recurrent state that a plan writes to pages of its own, which others go on from once it is there."""
 
     sequence: GrowingSequence
@@ -55,8 +55,8 @@ class GrowingSequence:
     num_gone: int = 0  # its first pages that it holds no more: no layer sees them. Their numbers mean nothing
     dense_pages: tuple[int, ...] = ()  # that have what full layers see of its first `num_gone` pages
     state_pages: tuple[int, ...] = ()  # of its recurrent state, where the base has one
-    keep_at: tuple[int, ...] = ()  # positions after which its recurrent state is kept, ascending
-    last_kept: int = 0  # the last position at which it is kept or planned to be
+    snapshots_at: tuple[int, ...] = ()  # positions after which its recurrent state is kept, ascending
+    last_snapshot: int = 0  # the last position at which it is kept or planned to be
     packed_pages: Int32s = b""  # the table as plans carry it, updated only when pages are added or given back
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -282,16 +282,16 @@ class GrowingSequence:
         pages, self.num_gone = self.pages[self.num_gone : num_gone], num_gone
         return pages
 
-    def state_plan(self, start: int, kept: Iterable[KeptState] = ()) -> StatePlan | None:
+    def state_plan(self, start: int, snapshots: Iterable[StateSnapshot] = ()) -> StatePlan | None:
         """Where its state is for a part of a plan that begins at position `start`; None: the base has none.
 
-        `kept`: states that are kept on the way, all after `start`.
+        `snapshots`: states that are kept on the way, all after `start`.
         """
         if not self.state_pages:
             return None
         pages = packed(self.state_pages)
-        rows = tuple(each.position - start for each in kept)
-        return StatePlan(pages if start else b"", pages, rows, b"".join(packed(each.pages) for each in kept))
+        rows = tuple(each.position - start for each in snapshots)
+        return StatePlan(pages if start else b"", pages, rows, b"".join(packed(each.pages) for each in snapshots))
 
     def begin_run(self) -> None:
         """Its run begins with `num_computed` tokens that need not be computed."""

@@ -16,7 +16,7 @@ from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tok
 from ..plan import FullLayersCopy, PageCopy
 from ..window_pages import GangLimits, pages_for
 from ..wire.page_keys import PageKey, dense_key, first_link, next_keys, state_key
-from .growing_sequence import GrowingSequence, KeptState
+from .growing_sequence import GrowingSequence, StateSnapshot
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
@@ -77,7 +77,9 @@ class PrefixReuse:
         self._copies: list[PageCopy] = []  # for the next plan
         self._full_copies: list[FullLayersCopy] = []  # for the next plan
         self._copied_from: list[int] = []  # pages that must not change until the plan has ended
-        self._keeping: dict[tuple[int, ...], KeptState] = {}  # states that uncommitted plans write, by their pages
+        self._snapshots: dict[
+            tuple[int, ...], StateSnapshot
+        ] = {}  # states that uncommitted plans write, by their pages
         self._num_keys_left = MOST_KEYS  # that may be made in this step
         self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
 
@@ -340,54 +342,54 @@ class PrefixReuse:
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
         keys = sequence.page_keys[num_found:]
         if self._limits.num_state_pages:
-            keys = self._keep_states(sequence, prefix)
+            keys = self._set_snapshots(sequence, prefix)
         if not sequence.is_scored:  # those here are not waited for
             keys = [*filter(self._is_absent, keys)]
         for key in keys:
             self._pending.setdefault(key, sequence)
 
-    def _keep_states(self, sequence: GrowingSequence, prefix: FoundPrefix) -> list[PageKey]:
+    def _set_snapshots(self, sequence: GrowingSequence, prefix: FoundPrefix) -> list[PageKey]:
         """Sets after which positions a sequence that starts keeps its state. Returns the keys of the pages before them.
 
         Others begin like its prompt as a whole, up to the last page that it need not compute; or as it begins like the
         one before that has left KV without a state (Marconi, arXiv 2411.19379, §4.1).
         """
-        sequence.last_kept = start = sequence.num_computed
+        sequence.last_snapshot = start = sequence.num_computed
         block_size = self._block_size
         last = (len(sequence.token_ids) - 1) // block_size
         depths = sorted({prefix.num_kv_pages, last}) if self._enabled else []
         keys = sequence.page_keys
         depths = [each for each in depths if each * block_size > start and self._cache.state_of(keys[each - 1]) is None]
-        sequence.keep_at = tuple(depth * block_size for depth in depths)
+        sequence.snapshots_at = tuple(depth * block_size for depth in depths)
         return [keys[depth - 1] for depth in depths]
 
-    def positions_to_keep(self, sequence: GrowingSequence, start: int, end: int) -> list[int]:
+    def snapshot_positions(self, sequence: GrowingSequence, start: int, end: int) -> list[int]:
         """After which positions the chunk from `start` to `end` keeps the state.
 
         Beside those that the sequence has set, long prompts have one where KV has taken twice as many pages since.
         """
         if not self._enabled:
             return []
-        positions = [position for position in sequence.keep_at if start <= position < end]
+        positions = [position for position in sequence.snapshots_at if start <= position < end]
         last = (end - 1) // self._block_size * self._block_size
         interval = 2 * self._limits.num_state_pages * self._block_size
-        if last > start and last - max([sequence.last_kept, *positions]) >= interval:
+        if last > start and last - max([sequence.last_snapshot, *positions]) >= interval:
             positions.append(last)
         return positions
 
-    def begin_keeping(self, state: KeptState, start: int) -> None:
+    def begin_snapshot(self, state: StateSnapshot, start: int) -> None:
         """The next plan, which computes the sequence from `start` on, writes this state to pages of its own."""
-        self._keeping[state.pages] = state
-        state.sequence.last_kept = state.position
+        self._snapshots[state.pages] = state
+        state.sequence.last_snapshot = state.position
         if state.position == start:  # it is there before the plan is computed
             pages = state.sequence.state_pages
             self._cache.acquire(pages)
             self._copied_from += pages
             self._copies += map(PageCopy, pages, state.pages)
 
-    def end_keeping(self, state: KeptState, *, was_dropped: bool) -> None:
+    def end_snapshot(self, state: StateSnapshot, *, was_dropped: bool) -> None:
         """The plan has been computed. Others go on from the state, unless the sequence has left since."""
-        del self._keeping[state.pages]
+        del self._snapshots[state.pages]
         if not was_dropped:
             sequence, depth = state.sequence, state.position // self._block_size
             key = sequence.page_keys[depth - 1]
@@ -449,7 +451,7 @@ class PrefixReuse:
     def holders(self) -> Iterator[tuple[int, ...]]:
         """Pages that copies and uncommitted plans hold, for integrity checks."""
         yield from ((page,) for page in self._copied_from)
-        yield from self._keeping
+        yield from self._snapshots
 
     def keep_filled(self, sequence: GrowingSequence) -> None:
         """Puts the pages that the sequence has filled into the prefix cache."""
@@ -658,8 +660,8 @@ class PrefixReuse:
         """Notes the page after a prefix as the one that the sequence lacks."""
         sequence.first_wanted, sequence.num_here = prefix.num_unseen, prefix.num_pages
         if self._limits.num_state_pages:  # of what is computed, only states that are kept bring it further
-            coming = (key for key in reversed(keys[prefix.num_pages :]) if key in self._pending)
-            sequence.awaited_key = next(coming, None)
+            pending = (key for key in reversed(keys[prefix.num_pages :]) if key in self._pending)
+            sequence.awaited_key = next(pending, None)
             return
         sequence.awaited_key = keys[prefix.num_pages] if prefix.num_pages < len(keys) else None
 

@@ -22,7 +22,7 @@ from ..plan import INT32_BYTES
 from ..window_pages import GangLimits, pages_for
 from ..wire.page_keys import PageKey
 from .gang_load import StepCounts
-from .growing_sequence import GrowingSequence, KeptState, by_arrival
+from .growing_sequence import GrowingSequence, StateSnapshot, by_arrival
 from .prefetcher import Prefetcher
 from .prefix_reuse import FoundPrefix, HeldByOthers, PrefixReuse
 from .running_sequences import PlannedChunk, RunningSequences, plan_chunk
@@ -121,7 +121,7 @@ class PromptPlanner:
         planned = [(sequence, number) for sequence, number in num_tokens.items() if number]
         # Only beams can be more than a step has places for: the others' turn comes in later ones.
         chunks = [
-            plan_chunk(sequence, number, self._states_to_keep(sequence, number))
+            plan_chunk(sequence, number, self._plan_snapshots(sequence, number))
             for sequence, number in planned[:most_sequences]
         ]
         for chunk in chunks:
@@ -130,22 +130,22 @@ class PromptPlanner:
         self._preempted.clear()
         return chunks
 
-    def _states_to_keep(self, sequence: GrowingSequence, num_tokens: int) -> list[KeptState]:
+    def _plan_snapshots(self, sequence: GrowingSequence, num_tokens: int) -> list[StateSnapshot]:
         """What a chunk of so many tokens keeps of the sequence's recurrent states, as far as there is room for them.
 
         Only what is idle goes for them.
         """
-        kept = list[KeptState]()
+        snapshots = list[StateSnapshot]()
         start, num_pages = sequence.next_position, self._limits.num_state_pages
-        for position in self._prefixes.positions_to_keep(sequence, start, start + num_tokens) if num_pages else ():
+        for position in self._prefixes.snapshot_positions(sequence, start, start + num_tokens) if num_pages else ():
             num_left_free = self._running.reserve.min_pages
             if not self._memory.has_room(num_pages + num_left_free, frozenset()):
                 break
             self._memory.make_room(num_pages, frozenset())
-            state = KeptState(sequence, position, self._memory.allocator.allocate(num_pages) or ())
-            self._prefixes.begin_keeping(state, start)
-            kept.append(state)
-        return kept
+            state = StateSnapshot(sequence, position, self._memory.allocator.allocate(num_pages) or ())
+            self._prefixes.begin_snapshot(state, start)
+            snapshots.append(state)
+        return snapshots
 
     def preempt_for_waiting(self, preempt: Callable[[GrowingSequence], None]) -> int:
         """Preempts running sequences for waiting ones of tenants that are clearly behind; returns how many.

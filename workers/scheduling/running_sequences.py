@@ -10,7 +10,7 @@ import msgspec
 from ..fairness.prompt_budget import PromptBursts, Rank, may_grow_over, should_preempt
 from ..fairness.tenant_counters import TenantCounter, prompt_price
 from ..plan import SampledToken, SamplePlan, SequencePlan
-from .growing_sequence import GrowingSequence, KeptState, by_arrival, remove_by_arrival
+from .growing_sequence import GrowingSequence, StateSnapshot, by_arrival, remove_by_arrival
 from .page_reserve import PageReserve
 
 # The sequences of one plan, from its making until its result is committed.
@@ -21,7 +21,7 @@ class PlannedChunk(msgspec.Struct, gc=False):
 
     sequence: GrowingSequence
     part: SequencePlan  # the sequence's part of the plan
-    kept: Sequence[KeptState] = ()
+    snapshots: Sequence[StateSnapshot] = ()
 
 
 class PlannedStep:
@@ -37,7 +37,7 @@ class PlannedStep:
         """`beams`: beams of searches, whose newest tokens are known."""
         self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
         self.prompts = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in chunks]  # first position, tokens
-        self.kept_states = [state for chunk in chunks for state in chunk.kept]
+        self.snapshots = [state for chunk in chunks for state in chunk.snapshots]
         self.num_tokens = 0  # of all parts
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
         self.drops: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped
@@ -108,8 +108,8 @@ def _beam_part(sequence: GrowingSequence) -> SequencePlan:
     return SequencePlan(sequence.sequence_id, token_ids, start, pages, sequence.adapter_digest, sample, state=state)
 
 
-def plan_chunk(sequence: GrowingSequence, num_tokens: int, kept: Sequence[KeptState] = ()) -> PlannedChunk:
-    """Plans the next tokens of a prompt, after those in earlier plans. `kept`: states that are kept on the way."""
+def plan_chunk(sequence: GrowingSequence, num_tokens: int, snapshots: Sequence[StateSnapshot] = ()) -> PlannedChunk:
+    """Plans the next tokens of a prompt, after those in earlier plans. `snapshots`: states that are kept on the way."""
     start = sequence.num_computed + sequence.num_planned
     end = start + num_tokens
     sample = None
@@ -132,13 +132,13 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int, kept: Sequence[KeptSt
         sample,
         scores=scores,
         pool=pool,
-        state=sequence.state_plan(start, [each for each in kept if each.position > start]),
+        state=sequence.state_plan(start, [each for each in snapshots if each.position > start]),
     )
-    return PlannedChunk(sequence, part, kept)
+    return PlannedChunk(sequence, part, snapshots)
 
 
 class RunningSequences:
-    """All lists are kept in order, so that a step sorts nothing."""
+    """All lists are snapshots in order, so that a step sorts nothing."""
 
     def __init__(self, reserve: PageReserve, bursts: PromptBursts) -> None:
         self.reserve = reserve  # what they are expected to need

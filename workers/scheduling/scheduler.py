@@ -383,8 +383,8 @@ class Scheduler:
         if planned.beams:
             self._commit_beams(planned, result)
         self._commit_decodes(planned, result, updates)
-        for state in planned.kept_states:
-            self._prefixes.end_keeping(state, was_dropped=state.sequence in planned.drops)
+        for state in planned.snapshots:
+            self._prefixes.end_snapshot(state, was_dropped=state.sequence in planned.drops)
         for chunk in planned.chunks:
             if chunk.sequence not in planned.drops:
                 self._commit_chunk(chunk, result, updates)
