@@ -30,6 +30,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -208,6 +209,19 @@ VARIANTS: Mapping[str, Variant] = {
         lambda: Ministral3Config(
             **SHAPE | {"num_key_value_heads": 1}, head_dim=20, sliding_window=30, rope_parameters=deepcopy(SCALED_ROPE)
         )
+    ),
+    "gpt_oss": Variant(
+        lambda: GptOssConfig(
+            **SHAPE | {"intermediate_size": 48},
+            head_dim=20,
+            sliding_window=12,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.6,
+            rope_parameters={**YARN_ROPE, "truncate": False},
+        ),
+        sharded=True,
     ),
 }
 
@@ -546,6 +560,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
             _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which Gemma adds by itself
             if "norm" in name and not gemma:
                 parameter.data += 1.0
+            if "sinks" in name:
+                parameter.data *= 10.0  # as far apart as scores are
         elif "embed_tokens" in name:
             # Small enough that a tied head does not just repeat the input; Gemma scales it by 8.
             _draw(parameter, 0.2 if gemma else 0.4, generator)

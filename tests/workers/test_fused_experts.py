@@ -102,7 +102,7 @@ class Case:
         )
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")
@@ -113,7 +113,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     refs: dict[str, AdapterRef] = {}
     models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()}
     # PEFT has no such conversion for Qwen2-MoE, whose shared expert has projections of the same names.
-    for recipe in (*RECIPES, LEGACY) if request.param != "qwen2_moe" else RECIPES:
+    for recipe in (*RECIPES, LEGACY) if request.param in ("mixtral", "qwen3_moe") else RECIPES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # PEFT looks for patterns among modules only
             path = write_adapter(recipe, request.param == "mixtral", model_path, folder / recipe)
