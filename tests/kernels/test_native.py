@@ -31,7 +31,7 @@ from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed
 
 CPU = torch.device("cpu")
-ACTIVATIONS = (*norms.ACTIVATIONS, norms.ClampedSwiglu(1.7, 3.0))
+ACTIVATIONS: tuple[norms.Activation, ...] = (*norms.ACTIVATIONS, norms.ClampedSwiglu(1.7, 3.0))
 
 
 @settings(deadline=None, max_examples=EXAMPLES)

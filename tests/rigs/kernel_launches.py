@@ -16,7 +16,7 @@ from motet.kernels.experts import ExpertGroups
 from motet.kernels.float8_kv import Float8KV, float8_view
 from motet.kernels.gpu.float8 import ScaledFloat8
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu
+from motet.kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 
 META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
 KERNELS = triton_kernels(META, torch.bfloat16)
@@ -106,7 +106,8 @@ def lora(num_adapters: int, rows_each: int, modules: tuple[int, ...] = (0, 1, 2)
 def rows() -> None:
     KERNELS.add_rms_norm(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5)
     KERNELS.rms_norm(bf16(64, HEADS, HEAD_DIM), torch.empty(HEAD_DIM, device=META), 1e-5)
-    for activation in (*ACTIVATIONS, ClampedSwiglu(1.702, 7.0)):
+    activations: tuple[Activation, ...] = (*ACTIVATIONS, ClampedSwiglu(1.702, 7.0))
+    for activation in activations:
         KERNELS.gated(bf16(64, 28672), activation)
 
 
