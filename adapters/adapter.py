@@ -48,6 +48,9 @@ class ExpertShape:
     layers: tuple[int, ...]
     block: str  # the name of the mixture of experts within a layer
     names: Mapping[str, str]  # by entry of EXPERT_MODULES
+    # They are no modules but two parameters of the layer, which `target_parameters` alone can name; outputs of the
+    # first are those of gate and of up in turn.
+    are_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ class BaseShape:
     def names(self) -> tuple[str, ...]:
         """The modules that PEFT finds in a layer, as entries of `modules` or of `fused`."""
         whole = {part: name for name, parts in self.fused.items() for part in parts}
-        return tuple(dict.fromkeys(whole.get(module, module) for module in self.modules))
+        hidden = EXPERT_MODULES if self.experts is not None and self.experts.are_parameters else ()
+        return tuple(dict.fromkeys(whole.get(module, module) for module in self.modules if module not in hidden))
 
     def sides(self, name: str) -> tuple[int, int] | None:
         """Inputs and outputs of an entry of `names`; None: it is none."""

@@ -64,7 +64,7 @@ class Kernels:
     linear: Linear  # x weightᵀ + bias, `[rows, out]` of x `[rows, in]`
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-    gated: Callable[[torch.Tensor, str], torch.Tensor]  # see `norms.gated`
+    gated: Callable[[torch.Tensor, norms.Activation], torch.Tensor]  # see `norms.gated`
     multiply_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # see `norms.multiply_gate`
     gated_delta: GatedDeltaKernel
     write_kv: KVWriter

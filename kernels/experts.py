@@ -37,12 +37,14 @@ class ExpertKernels(Protocol):
         workers; `weights` `[num_rows, top_k]` are their factors. In the result expert `first` has the index 0.
         """
 
-    def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Each pair's row times its expert's weight, transposed: `[num_pairs, out]` of x `[num_pairs, in]`.
 
         Outputs for pairs of other workers' experts are undefined, and may be NaN.
 
-        `weight` holds exactly the experts that `groups` was made for.
+        `weight` and `bias` `[num_experts, out]` hold exactly the experts that `groups` was made for.
         """
 
     def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:

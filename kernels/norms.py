@@ -9,6 +9,7 @@ Importing this needs no torch: routers and launchers read which activations ther
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
@@ -54,12 +55,23 @@ ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = Mappi
 )
 
 
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`.
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gate * sigmoid(alpha * gate) * (up + 1), of gate up to `limit` and up from -limit to `limit` (gpt-oss)."""
 
-    `activation`: a name in `ACTIVATIONS`.
-    """
+    alpha: float
+    limit: float
+
+
+Activation = str | ClampedSwiglu  # a name in `ACTIVATIONS`, or one that changes `up` too
+
+
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiglu):
+        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+        return gate * (activation.alpha * gate).sigmoid() * (up + 1)
     return ACTIVATIONS[activation](gate) * up
 
 

@@ -17,6 +17,7 @@ from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
 from .gated_delta import GatedDelta, LayerState, StateBatch
 from .lora import LoraBatch
+from .norms import Activation
 
 Register = int  # index in `Program.widths`
 
@@ -113,7 +114,7 @@ class Gated:
 
     x: Register
     to: Register
-    activation: str  # a name in `norms.ACTIVATIONS`
+    activation: Activation
     per_row: int = 1  # rows of x, side by side, in a row of the registers
 
 
@@ -139,11 +140,12 @@ class TakePairs:
 
 @dataclass(frozen=True)
 class ExpertLinear:
-    """to = each pair's x times its expert's weight, transposed."""
+    """to = each pair's x times its expert's weight, transposed, and its bias."""
 
     x: Register
     to: Register
     weight: Any  # as the kernels' `pack_experts` laid it out
+    bias: torch.Tensor | None = None  # [num_experts, width of `to`]
 
 
 @dataclass(frozen=True)

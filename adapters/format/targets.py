@@ -209,6 +209,7 @@ def _children_s() -> float:
 
 
 _ALL_LINEAR = "all-linear"
+_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})  # modules, on other bases
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,8 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[s
         return
     valid_names = names_found(keys, frozenset(config.target_modules))
     valid_names |= {part for parts in shape.fused.values() for part in parts}  # lists for all bases name them in vain
+    if shape.experts is not None and shape.experts.are_parameters:
+        valid_names |= _OF_EXPERTS  # likewise
     for target in config.target_modules:
         if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
             raise AdapterInvalid(

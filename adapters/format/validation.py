@@ -29,7 +29,8 @@ from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 # `[num_experts, hidden, width]`. PEFT keeps one pair of matrices for such a parameter (its `ParamWrapper`): A
 # `[num_experts * rank, in]`, expert after expert, and B `[out, rank * num_experts]`, rank after rank. So expert e has
 # rows `e * rank` and so on of A, and every `num_experts`-th column of B from the e-th on. The outputs of gate_up_proj
-# are those of the gate, then those of the up projection, which share A.
+# are those of the gate, then those of the up projection, which share A; in gpt-oss both take turns, and parameters are
+# transposed, `[num_experts, in, out]`, which A and B are not.
 
 # The parameters of a layer's experts in the order in which PEFT wraps them, and the projections that each one holds.
 FUSED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -147,13 +148,16 @@ def split_experts(
     assert shape.experts is not None
     num_experts = shape.experts.num_experts
     by_expert = b.reshape(len(b), target.rank, num_experts)
+    names = FUSED_PARAMETERS[parameter]
+    takes_turns = shape.experts.are_parameters and len(names) > 1
     matrices_by_module = {}
     for expert in range(num_experts):
         own_a = a[expert * target.rank : (expert + 1) * target.rank]
         start = 0
-        for name in FUSED_PARAMETERS[parameter]:
+        for place, name in enumerate(names):
             stop = start + shape.modules[f"experts.{name}"][1]
-            matrices = LoraMatrices(own_a, by_expert[start:stop, :, expert], target.scaling)
+            rows = slice(place, None, len(names)) if takes_turns else slice(start, stop)
+            matrices = LoraMatrices(own_a, by_expert[rows, :, expert], target.scaling)
             matrices_by_module[layer, f"experts.{expert}.{name}"] = matrices
             start = stop
     return matrices_by_module

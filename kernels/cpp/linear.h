@@ -314,7 +314,7 @@ inline const float* inputs_of(const Bfloat16* x, int64_t& stride, int64_t num_ro
 }
 
 // y = x Wᵀ + bias for groups of rows, each with a weight of its own: group g has rows `offsets[g]` to `offsets[g + 1]`,
-// and its weight begins at `g * weight_stride`. Threads share the panels of outputs.
+// and its weight begins at `g * weight_stride`, its bias at `g * num_out`. Threads share the panels of outputs.
 template <class T, class Y>
 void linear(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups, LinearCall<T, Y> call,
             int64_t weight_stride, int num_threads) {
@@ -330,6 +330,7 @@ void linear(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_gr
         const int64_t start = num_panels * part / blocks, stop = num_panels * (part + 1) / blocks;
         for (int64_t row = offsets[group]; row < offsets[group + 1]; row += most) {
             LinearCall<T, Y> own = call;
+            if (own.bias) own.bias += group * call.num_out;
             own.weight += group * weight_stride, own.x += row * call.x_stride, own.y += row * call.y_stride;
             linear_panels(own, std::min(offsets[group + 1] - row, most), start, stop);
         }

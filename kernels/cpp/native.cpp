@@ -59,10 +59,10 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                num_threads);                                                                                           \
     }                                                                                                                  \
     MOTET_CALL void linear_groups_##NAME(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups,     \
-                                         const T* weight, int64_t weight_stride, T* y, int64_t y_stride,               \
-                                         int64_t num_in, int64_t num_out, int num_threads) {                           \
+                                         const T* weight, int64_t weight_stride, const T* bias, T* y,                  \
+                                         int64_t y_stride, int64_t num_in, int64_t num_out, int num_threads) {         \
         linear(x, x_stride, offsets, num_groups,                                                                       \
-               LinearCall<T>{nullptr, weight, nullptr, y, 0, y_stride, num_in, num_out}, weight_stride, num_threads);  \
+               LinearCall<T>{nullptr, weight, bias, y, 0, y_stride, num_in, num_out}, weight_stride, num_threads);     \
     }                                                                                                                  \
     MOTET_CALL void linear_to_floats_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const T* weight, float* y, \
                                             int64_t num_in, int64_t num_out, int num_threads) {                        \
@@ -97,6 +97,10 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
             y_stride, length, num_threads);                                                                            \
     }                                                                                                                  \
     MOTET_ACTIVATIONS(MOTET_GATED, NAME, T)                                                                            \
+    MOTET_CALL void clamped_swiglu_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width,    \
+                                          float alpha, float limit, int num_threads) {                                 \
+        clamped_swiglu(gate_up, stride, to, num_rows, width, alpha, limit, num_threads);                               \
+    }                                                                                                                  \
     MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,           \
                                         int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,     \
                                         float eps, int num_threads) {                                                  \

@@ -94,16 +94,16 @@ inline Floats gelu_pytorch_tanh(Floats x) {
 template <class T>
 using GatedKernel = void(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, int num_threads);
 
-// activation(gate) * up of `[rows, 2 * width]`, gate first. The activation is rounded before the product, as in torch.
-template <class T, Floats (*kActivation)(Floats)>
-void gated(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, int num_threads) {
+// `compute(gate, up)` of the columns of `[rows, 2 * width]`, gate first.
+template <class T, class F>
+inline void gated_rows(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, int num_threads,
+                       F compute) {
     share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
         for (int64_t row = start; row < end; row++) {
             const T *gate = gate_up + row * stride, *up = gate + width;
             for (int64_t i = 0; i < width; i += kLanes) {
                 const int64_t count = width - i;
-                const Floats value = rounded<T>(kActivation(load(gate + i, count)));
-                store(to + row * width + i, value * load(up + i, count), count);
+                store(to + row * width + i, compute(load(gate + i, count), load(up + i, count)), count);
             }
         }
     });
@@ -120,6 +120,24 @@ void multiply_gate(const T* x, const T* gates, int64_t gate_stride, T* to, int64
                 const Floats gate = 1.0f / (1.0f + exponential(-load(gates + row * gate_stride + i, count)));
                 store(to + at, load(x + at, count) * rounded<T>(gate), count);
             }
+    });
+}
+
+// activation(gate) * up. The activation is rounded before the product, as in torch.
+template <class T, Floats (*kActivation)(Floats)>
+void gated(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, int num_threads) {
+    gated_rows(gate_up, stride, to, num_rows, width, num_threads,
+               [](Floats gate, Floats up) { return rounded<T>(kActivation(gate)) * up; });
+}
+
+// `ClampedSwiglu` of ../norms.py; what is multiplied last is rounded before.
+template <class T>
+void clamped_swiglu(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, float alpha, float limit,
+                    int num_threads) {
+    const Floats top = broadcast(limit);
+    gated_rows(gate_up, stride, to, num_rows, width, num_threads, [&](Floats gate, Floats up) {
+        gate = -larger(-top, -gate), up = -larger(-top, -larger(-top, up));  // in this order NaN stays
+        return rounded<T>(gate / (1.0f + exponential(-alpha * gate))) * rounded<T>(up + 1.0f);
     });
 }
 

@@ -72,10 +72,11 @@ struct StepOperation {
             double scale, softcap;
             const float* sinks;
         } attend;
-        struct {  // `kernel`: a `GatedKernel`; `per_row`: rows of x for each row of the step
+        struct {  // `kernel`: a `GatedKernel`; null: `clamped_swiglu`. `per_row`: rows of x for each row of the step
             int64_t width;
             const void* kernel;
             int64_t per_row;
+            double alpha, limit;
         } gated;
         struct {
             int64_t num_experts, top_k, is_normalized;
@@ -86,6 +87,7 @@ struct StepOperation {
         struct {
             const void* weight;
             int64_t weight_stride, num_in, num_out;
+            const void* bias;  // null: none
         } expert_linear;
         struct {  // `num_out`: of each of the modules
             int64_t layer, all_modules, first_module, num_modules, num_in, num_out;
@@ -260,8 +262,11 @@ class Step {
 
     void gate(const StepOperation& op) const {
         const auto& own = op.gated;
+        const int64_t num_rows = call.num_rows * own.per_row;
         const auto kernel = (GatedKernel<T>*)own.kernel;
-        kernel(of(op.x), 2 * own.width, of(op.to), call.num_rows * own.per_row, own.width, num_threads);
+        if (kernel) return kernel(of(op.x), 2 * own.width, of(op.to), num_rows, own.width, num_threads);
+        clamped_swiglu(of(op.x), 2 * own.width, of(op.to), num_rows, own.width, float(own.alpha), float(own.limit),
+                       num_threads);
     }
 
     void multiply_gates(const StepOperation& op) const {
@@ -277,8 +282,8 @@ class Step {
 
     void multiply_pairs(const StepOperation& op) const {
         const auto& own = op.expert_linear;
-        const LinearCall<T> product{nullptr, (const T*)own.weight, nullptr,    of(op.to),
-                                    0,       own.num_out,          own.num_in, own.num_out};
+        const LinearCall<T> product{nullptr, (const T*)own.weight, (const T*)own.bias, of(op.to),
+                                    0,       own.num_out,          own.num_in,         own.num_out};
         linear(of(op.x), own.num_in, pairs.offsets.data(), int64_t(pairs.offsets.size()) - 1, product,
                own.weight_stride, num_threads);
     }

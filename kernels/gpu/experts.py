@@ -49,13 +49,16 @@ class TritonExperts:
         )
         return TritonGroups(rows, factors, offsets, local_experts, places.view(num_rows, top_k))
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `experts.ExpertKernels.linear`. Outputs for pairs of other workers' experts are undefined."""
         num_pairs, (num_experts, num_out, num_in) = len(x), weight.shape
         out = torch.empty((num_pairs, num_out), dtype=x.dtype, device=x.device)
         if num_pairs == 0:
             return out
         assert x.stride(1) == 1 and weight.stride(2) == 1, "rows are contiguous"
+        assert bias is None or (bias.shape == (num_experts, num_out) and bias.is_contiguous()), "a bias of each output"
         rows, columns, depth, warps, stages = _tile_of(num_pairs / num_experts)
         # The host does not know the groups' sizes. Each expert's last tile may be short, so this many tiles are enough
         # for any groups; programs of tiles that are not needed end at once.
@@ -63,6 +66,7 @@ class TritonExperts:
         grouped_linear_kernel[(-(-num_out // columns) * num_tiles,)](
             x,
             weight,
+            bias,
             groups.offsets,
             out,
             num_tiles,

@@ -13,6 +13,7 @@ import triton.language as tl
 def grouped_linear_kernel(
     x,  # [num_pairs, num_in], sorted by expert
     weight,  # [num_experts, num_out, num_in]
+    bias,  # [num_experts, num_out] or None
     offsets,  # [num_experts + 1] int64
     out,  # [num_pairs, num_out]
     num_tiles,  # as many as there are programs for; some may not be needed
@@ -67,6 +68,9 @@ def grouped_linear_kernel(
         inputs = tl.load(x_place + start, mask=row_mask[:, None] & inside, other=0.0)
         weights = tl.load(weight_place + start, mask=column_mask[:, None] & inside, other=0.0)
         acc = tl.dot(inputs, tl.trans(weights), acc, input_precision=PRECISION)
+    if bias is not None:
+        own_bias = tl.load(bias + expert_index * num_out + column, mask=column_mask, other=0.0)
+        acc += own_bias.to(tl.float32)[None, :]
     place = out + row[:, None] * num_out + column[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..float8 import FLOAT8
+from ..norms import Activation, ClampedSwiglu
 from .rows_device import gated_kernel, norm_kernel, quantise_kernel
 from .tile_sizes import next_power_of_2
 
@@ -24,15 +25,24 @@ def add_rms_norm(
     return normed, x if total is None else total
 
 
-def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `norms.gated`."""
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     if num_rows:
         block = min(_PIECE, next_power_of_2(width))
+        clamped = activation if isinstance(activation, ClampedSwiglu) else None
         gated_kernel[(num_rows, -(-width // block))](
-            gate_up, out, gate_up.stride(0), WIDTH=width, BLOCK=block, ACTIVATION=activation, num_warps=4
+            gate_up,
+            out,
+            gate_up.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            ACTIVATION=activation if clamped is None else "clamped_swiglu",
+            ALPHA=1.0 if clamped is None else clamped.alpha,
+            LIMIT=1.0 if clamped is None else clamped.limit,
+            num_warps=4,
         )
     return out
 

@@ -57,7 +57,16 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def gated_kernel(
+    gate_up,
+    out,
+    gate_up_row,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,  # of `clamped_swiglu`
+    LIMIT: tl.constexpr,
+):
     """One program computes activation(gate) * up of a piece of a row; the activation is rounded before the product."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -65,7 +74,14 @@ def gated_kernel(gate_up, out, gate_up_row, WIDTH: tl.constexpr, BLOCK: tl.const
     place = gate_up + row * gate_up_row + column
     gate = tl.load(place, mask=live, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=live, other=0.0)
-    product = activated(gate, ACTIVATION).to(up.dtype).to(tl.float32) * up.to(tl.float32)
+    if ACTIVATION == "clamped_swiglu":
+        gate = tl.where(gate > LIMIT, LIMIT, gate)  # unlike a minimum it keeps NaN
+        swish = gate / (1.0 + tl.exp(-ALPHA * gate))
+        wide = up.to(tl.float32)
+        plus_one = tl.where(wide > LIMIT, LIMIT, tl.where(wide < -LIMIT, -LIMIT, wide)) + 1.0
+        product = swish.to(up.dtype).to(tl.float32) * plus_one.to(up.dtype).to(tl.float32)
+    else:
+        product = activated(gate, ACTIVATION).to(up.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * WIDTH + column, product.to(out.dtype.element_ty), mask=live)
 
 

@@ -29,7 +29,7 @@ class NativeExperts(PlainExperts):
 
     def __init__(self, library: ctypes.CDLL, linear: NativeLinear, num_threads: int) -> None:
         self._native, self._num_threads = linear, num_threads
-        self._linear = kernel(library, "linear_groups", "pnpnpnpnnni", linear.dtype)
+        self._linear = kernel(library, "linear_groups", "pnpnpnppnnni", linear.dtype)
 
     def pack(self, weight: torch.Tensor) -> PackedExperts:
         """A copy of `weight` `[num_experts, out, in]` for `linear`."""
@@ -38,13 +38,17 @@ class NativeExperts(PlainExperts):
             weight = pad(weight, (0, 0, 0, missing))
         return PackedExperts(self._native.pack(weight.flatten(0, 1)).panels, num_experts, num_out, num_in)
 
-    def linear(self, x: torch.Tensor, weight: PackedExperts, groups: ExpertGroups) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: PackedExperts, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `experts.ExpertKernels.linear`."""
         assert x.dtype == self._native.dtype, "x has the kernels' dtype"
         assert x.shape[1] == weight.num_in, "x has the weight's inputs"
         x, offsets = x if x.stride(1) == 1 else x.contiguous(), groups.offsets.contiguous()
         assert offsets.dtype == torch.int64 and len(offsets) == weight.num_experts + 1, "groups are of these experts"
         assert x.shape[0] == offsets[-1], "x has as many rows as the groups have pairs"
+        if bias is not None:
+            assert bias.dtype == x.dtype and bias.shape == (weight.num_experts, weight.num_out) and bias.is_contiguous()
         y = x.new_empty(x.shape[0], weight.num_out)
         self._linear(
             x.data_ptr(),
@@ -53,6 +57,7 @@ class NativeExperts(PlainExperts):
             weight.num_experts,
             weight.panels.data_ptr(),
             weight.panels.numel() // weight.num_experts,
+            None if bias is None else bias.data_ptr(),
             y.data_ptr(),
             y.stride(0),
             weight.num_in,

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from ..norms import ACTIVATIONS
+from ..norms import ACTIVATIONS, Activation, ClampedSwiglu
 from .build import kernel
 
 
@@ -16,6 +16,7 @@ class NativeRows:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
         self._norm = kernel(library, "add_rms_norm", "pnppippnnfi", dtype)
+        self._clamped_swiglu = kernel(library, "clamped_swiglu", "pnpnnffi", dtype)
         self._gated = {activation: gated_kernel(library, activation, dtype) for activation in ACTIVATIONS}
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -46,7 +47,7 @@ class NativeRows:
         )
         return normed, total
 
-    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See `norms.gated`."""
         stride, unit = gate_up.stride()
         assert gate_up.dtype == self._dtype, "the input has the kernels' dtype"
@@ -56,7 +57,11 @@ class NativeRows:
         num_rows, width = gate_up.shape
         width //= 2
         product = gate_up.new_empty((num_rows, width))
-        self._gated[activation](gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width, self._num_threads)
+        rows = (gate_up.data_ptr(), stride, product.data_ptr(), num_rows, width)
+        if isinstance(activation, ClampedSwiglu):
+            self._clamped_swiglu(*rows, activation.alpha, activation.limit, self._num_threads)
+        else:
+            self._gated[activation](*rows, self._num_threads)
         return product
 
 

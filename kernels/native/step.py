@@ -14,6 +14,7 @@ from ..attention import AttentionBatch
 from ..gated_delta import StateBatch
 from ..huge_pages import zeros_in_huge_pages
 from ..lora import PagedAdapter
+from ..norms import ClampedSwiglu
 from ..plain.expert_lora import HostExpertLoraBatch
 from ..step import (
     AddExpertLora,
@@ -207,6 +208,8 @@ class NativeStep:
     def _(self, op: Gated) -> list[int]:
         width = self._width(op.to) // op.per_row
         assert self._width(op.x) == 2 * width * op.per_row, "gate and up are as wide as their product"
+        if isinstance(op.activation, ClampedSwiglu):
+            return [width, 0, op.per_row, _bits(op.activation.alpha), _bits(op.activation.limit)]
         address = ctypes.cast(gated_kernel(self._library, op.activation, self._dtype), ctypes.c_void_p).value
         assert address is not None, "a function of a loaded library has an address"
         return [width, address, op.per_row]
@@ -233,7 +236,8 @@ class NativeStep:
         sizes = (top_k * weight.num_in, top_k * weight.num_out)
         assert (self._width(op.x), self._width(op.to)) == sizes, "registers fit the weights"
         stride = weight.panels.numel() // weight.num_experts
-        return [self._address(weight.panels), stride, weight.num_in, weight.num_out]
+        bias = 0 if op.bias is None else self._address(op.bias)
+        return [self._address(weight.panels), stride, weight.num_in, weight.num_out, bias]
 
     @_fields.register
     def _(self, op: AddExpertLora) -> list[int]:

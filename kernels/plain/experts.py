@@ -21,12 +21,14 @@ class PlainExperts:
         torch.cumsum(chosen[local].bincount(minlength=num_experts), 0, out=offsets[1:])
         return ExpertGroups(order // experts.shape[1], weights.flatten()[order].float(), offsets)
 
-    def linear(self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `experts.ExpertKernels.linear`. `weight` is in torch's own layout, `[num_experts, out, in]`."""
         out = x.new_empty(len(x), weight.shape[1])
         for expert, (start, end) in enumerate(pairwise(groups.offsets.tolist())):
             if end > start:
-                out[start:end] = linear(x[start:end], weight[expert])
+                out[start:end] = linear(x[start:end], weight[expert], None if bias is None else bias[expert])
         return out
 
     def combine(self, x: torch.Tensor, groups: ExpertGroups, num_rows: int) -> torch.Tensor:

@@ -57,8 +57,9 @@ def test_experts(num_rows: int, num_experts: int, top_k: int, seed: int) -> None
     assert torch.equal(groups.offsets, expected_groups.offsets)
     assert torch.equal(groups.rows[:num_own], expected_groups.rows)
     assert torch.equal(groups.weights[:num_own], expected_groups.weights)
-    expected = twin.linear(x[expected_groups.rows], weight, expected_groups)
-    found = experts.linear(x[groups.rows], weight, groups)
+    bias = torch.randn(len(weight), 150, generator=generator) if seed % 2 else None
+    expected = twin.linear(x[expected_groups.rows], weight, expected_groups, bias)
+    found = experts.linear(x[groups.rows], weight, groups, bias)
     close(found[:num_own], expected)
     found[num_own:] = torch.nan
     close(experts.combine(found, groups, num_rows), twin.combine(expected, expected_groups, num_rows))

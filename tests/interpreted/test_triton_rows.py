@@ -37,7 +37,8 @@ def test_rows(rows: int, width: int, has_residual: bool, seed: int) -> None:
         close(actual, expected)
     close(KERNELS.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
     gate_up = torch.randn(rows, 2 * width, generator=generator) * 4
-    for activation in norms.ACTIVATIONS:
+    activations: tuple[norms.Activation, ...] = (*norms.ACTIVATIONS, norms.ClampedSwiglu(1.7, 3.0))
+    for activation in activations:
         close(KERNELS.gated(gate_up, activation), norms.gated(gate_up, activation))
 
 

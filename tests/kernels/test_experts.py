@@ -20,6 +20,14 @@ pytestmark = pytest.mark.slow
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}
 
 
+def test_experts_have_biases_of_their_own() -> None:
+    weight, bias = torch.zeros(3, 2, HIDDEN), torch.arange(6.0).view(3, 2)
+    kernels, chosen = PlainExperts(), torch.tensor([[2, 0], [1, 2]])
+    groups = kernels.group(chosen, torch.ones(2, 2), 0, 3)
+    found = kernels.linear(torch.ones(4, HIDDEN), weight, groups, bias)
+    assert found.tolist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [4.0, 5.0]]
+
+
 def one_by_one(
     x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:

@@ -100,8 +100,9 @@ def test_attention_is_that_over_the_same_numbers(dtype: torch.dtype, window: int
         q, k, v = (x / x.abs().amax() for x in heads(batch.query_starts[-1], dtype))
         q = write_kv(q, k, v, ROTARY, kv, batch)
         poison_before_window(kv, batch, window)
-        out = paged_attention(q, kv, batch, 0.25, window, softcap)
-        expected = plain_attention.paged_attention(q.float(), numbers_of(kv), batch, 0.25, window, softcap)
+        sinks = None if softcap is None else torch.linspace(-2.0, 3.0, q.shape[1])
+        out = paged_attention(q, kv, batch, 0.25, window, softcap, sinks)
+        expected = plain_attention.paged_attention(q.float(), numbers_of(kv), batch, 0.25, window, softcap, sinks)
         assert out.dtype == dtype
         torch.testing.assert_close(out, expected.to(dtype), rtol=0, atol=0)
         assert not out.isnan().any()

@@ -76,9 +76,10 @@ def test_each_pair_goes_through_its_own_expert(
     wide = torch.full((len(groups.rows), num_in + 9), float("nan"), dtype=dtype)
     wide[:, 4 : 4 + num_in] = torch.randn(len(wide), num_in, generator=generator).to(dtype)
     x = wide[:, 4 : 4 + num_in]
-    actual = kernels.linear(x, pack(kernels, weight), groups)
+    bias = torch.randn(len(weight), num_out, generator=generator).to(dtype) if seed % 2 else None
+    actual = kernels.linear(x, pack(kernels, weight), groups, bias)
     # Without NaN beside it: with AMX, oneDNN multiplies what lies beyond a row of an odd length by zero, too.
-    expected = PlainExperts().linear(x.contiguous(), weight, groups)
+    expected = PlainExperts().linear(x.contiguous(), weight, groups, bias)
     assert actual.shape == expected.shape and actual.dtype == dtype
     close(actual, expected)
 

@@ -18,7 +18,7 @@ from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.norms import ACTIVATIONS
+from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu
 from motet.kernels.step import (
     AddExpertLora,
     AddGated,
@@ -207,7 +207,10 @@ def expert_adapter(ranks: tuple[int, int, int], first_page: int) -> PagedAdapter
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> None:
-    """With adapters for experts and without, an expert that computes every row, and equal scores of all experts."""
+    """With adapters for experts and without, an expert that computes every row, and equal scores of all experts.
+
+    Where several are chosen, they have biases and the clamped activation (gpt-oss).
+    """
     kernels, dtype = native
     if kernels.step is None:
         pytest.skip("oneDNN's linears serve")
@@ -217,6 +220,8 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
     table[0] = 0  # all experts are equally likely: the first ones are chosen
     gate_up = kernels.pack_experts((draw(EXPERTS, 2 * EXPERT_INNER, HIDDEN) / HIDDEN**0.5).to(dtype))
     down = kernels.pack_experts((draw(EXPERTS, HIDDEN, EXPERT_INNER) / EXPERT_INNER**0.5).to(dtype))
+    activation = ClampedSwiglu(1.7, 1.5) if top_k > 1 else "silu"
+    biases = [draw(EXPERTS, width).to(dtype) for width in (2 * EXPERT_INNER, HIDDEN)] if top_k > 1 else [None, None]
     router, gate = kernels.pack_linear(router), kernels.pack_linear(draw(1, HIDDEN).to(dtype))
     x, scores, pairs, both, inner, of_pairs, found, own_gate = range(8)
     widths = (HIDDEN, EXPERTS, *(top_k * n for n in (HIDDEN, 2 * EXPERT_INNER, EXPERT_INNER, HIDDEN)), HIDDEN, 1)
@@ -225,10 +230,10 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
         Linear(x, scores, router, None),
         ChooseExperts(scores, top_k, normalized=top_k > 1),
         TakePairs(x, pairs),
-        ExpertLinear(pairs, both, gate_up),
+        ExpertLinear(pairs, both, gate_up, biases[0]),
         AddExpertLora(pairs, both, 0, (0, 1), 3, HIDDEN, EXPERT_INNER),
-        Gated(both, inner, "silu", top_k),
-        ExpertLinear(inner, of_pairs, down),
+        Gated(both, inner, activation, top_k),
+        ExpertLinear(inner, of_pairs, down, biases[1]),
         AddExpertLora(inner, of_pairs, 0, (2,), 3, EXPERT_INNER, HIDDEN),
         CombinePairs(of_pairs, found),
         Linear(x, own_gate, gate, None),
@@ -255,11 +260,11 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
             groups = kernels.experts.group(chosen, weights, 0, EXPERTS)
             lora = None if adapters is None else kernels.expert_lora.of_pairs(adapters, groups, 0)
             of_each = rows[groups.rows]
-            y = kernels.experts.linear(of_each, gate_up, groups)
+            y = kernels.experts.linear(of_each, gate_up, groups, biases[0])
             if lora is not None:
                 kernels.lora.add(y, of_each, pool, 0, lora, (0, 1))
-            between = kernels.gated(y, "silu")
-            y = kernels.experts.linear(between, down, groups)
+            between = kernels.gated(y, activation)
+            y = kernels.experts.linear(between, down, groups, biases[1])
             if lora is not None:
                 kernels.lora.add(y, between, pool, 0, lora, (2,))
             expected = kernels.experts.combine(y, groups, num_rows)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from motet.kernels.norms import ACTIVATIONS, add_rms_norm, gated, rms_norm
+from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu, add_rms_norm, gated, rms_norm
 
 FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: x * x.sigmoid(),
@@ -48,4 +48,13 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
     gate, up = x.double().chunk(2, -1)
     got, expected = gated(x, activation), FORMULAS[activation](gate) * up
     assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_swiglu(dtype: torch.dtype) -> None:
+    gate, up = torch.meshgrid(torch.linspace(-9, 9, 19), torch.linspace(-9, 9, 19), indexing="ij")
+    got = gated(torch.stack((gate.flatten(), up.flatten()), 1).to(dtype), ClampedSwiglu(1.5, 6.0)).squeeze(1)
+    bounded = gate.double().clamp(max=6)
+    expected = (bounded / (1 + torch.exp(-1.5 * bounded)) * (1 + up.double().clamp(-6, 6))).flatten()
     torch.testing.assert_close(got.double(), expected, atol=4 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])

@@ -75,13 +75,14 @@ def broken_rules(launch: Launch, built: Compiled) -> Iterator[str]:
         yield f"spills: {built.stack_bytes} bytes of stack, {built.local_bytes} local"
     if built.shared_bytes > chip.shared_bytes_of_program:
         yield f"{built.shared_bytes} bytes of shared memory, of {chip.shared_bytes_of_program}"
-    least = intent.programs[list(CHIPS).index(built.capability)]
-    if built.programs < least:
-        yield f"{built.programs} programs run at once, not {least}: {built}"
+    num_programs = intent.programs[list(CHIPS).index(built.capability)]
+    if built.programs < num_programs:
+        yield f"{built.programs} programs run at once, not {num_programs}: {built}"
     if bool(built.matrix_instructions) != (intent.has_products and not is_exact):
         yield f"its matrix instructions: {built.matrix_instructions}"
     if intent.reads_wide:
-        if any(size < 4 for size in built.load_bytes):
+        least = 2 if launch.args.get("bias") is not None else 4  # which is read once, after the loop
+        if any(size < least for size in built.load_bytes):
             yield f"reads less than 4 bytes at a time: {dict(built.load_bytes)}"
         sizes = set(built.copy_bytes)
         if _has_scales(launch):  # the compiler gives V 8 bytes in some kernels, and a scale has 4

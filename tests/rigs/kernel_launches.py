@@ -16,7 +16,7 @@ from motet.kernels.experts import ExpertGroups
 from motet.kernels.float8_kv import Float8KV, float8_view
 from motet.kernels.gpu.float8 import ScaledFloat8
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.norms import ACTIVATIONS
+from motet.kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 
 META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
 KERNELS = triton_kernels(META, torch.bfloat16)
@@ -106,7 +106,8 @@ def lora(num_adapters: int, rows_each: int, modules: tuple[int, ...] = (0, 1, 2)
 def rows() -> None:
     KERNELS.add_rms_norm(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5)
     KERNELS.rms_norm(bf16(64, HEADS, HEAD_DIM), torch.empty(HEAD_DIM, device=META), 1e-5)
-    for activation in ACTIVATIONS:
+    activations: tuple[Activation, ...] = (*ACTIVATIONS, ClampedSwiglu(1.702, 7.0))
+    for activation in activations:
         KERNELS.gated(bf16(64, 28672), activation)
 
 
@@ -116,11 +117,13 @@ def float8() -> None:
         ScaledFloat8().quantise(bf16(64, width))
 
 
-def experts(num_pairs: int) -> None:
-    """Mixtral 8x7B."""
-    offsets = torch.empty(9, dtype=torch.int64, device=META)
+def experts(num_pairs: int, weights: tuple[int, int, int] = (8, 28672, 4096), has_bias: bool = False) -> None:
+    """Mixtral 8x7B, if nothing else is said."""
+    num_experts, num_out, num_in = weights
+    offsets = torch.empty(num_experts + 1, dtype=torch.int64, device=META)
     groups = ExpertGroups(torch.empty(0, dtype=torch.int64, device=META), torch.empty(0, device=META), offsets)
-    KERNELS.experts.linear(bf16(num_pairs, 4096), bf16(8, 28672, 4096), groups)
+    bias = bf16(num_experts, num_out) if has_bias else None
+    KERNELS.experts.linear(bf16(num_pairs, num_in), bf16(*weights), groups, bias)
 
 
 def expert_pairs(num_rows: int) -> None:
@@ -169,4 +172,6 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
     "pairs of a chunk": (lambda: expert_pairs(2048), PAIRS),
     "few pairs": (lambda: experts(64), {"grouped_linear_kernel"}),
     "many pairs": (lambda: experts(4096), {"grouped_linear_kernel"}),
+    "few pairs, bias": (lambda: experts(256, (32, 5760, 2880), True), {"grouped_linear_kernel"}),
+    "many pairs, bias": (lambda: experts(8192, (32, 5760, 2880), True), {"grouped_linear_kernel"}),
 }

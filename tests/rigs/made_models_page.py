@@ -35,6 +35,8 @@ def made_page(page: str) -> str:
 
 
 def _lora(family: Family) -> str:
+    if family.experts is not None and family.experts.are_fused:
+        return "q, k, v, o, and gate_up, down of all experts (`target_parameters`)"
     if family.experts is not None:
         return "q, k, v, o, and gate, up, down of each expert"
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}

@@ -30,6 +30,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -213,6 +214,19 @@ VARIANTS: Mapping[str, Variant] = {
         lambda: Ministral3Config(
             **SHAPE | {"num_key_value_heads": 1}, head_dim=20, sliding_window=30, rope_parameters=deepcopy(SCALED_ROPE)
         )
+    ),
+    "gpt_oss": Variant(
+        lambda: GptOssConfig(
+            **SHAPE | {"intermediate_size": 48},
+            head_dim=20,
+            sliding_window=12,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            swiglu_alpha=1.3,
+            swiglu_limit=0.6,
+            rope_parameters={**YARN_ROPE, "truncate": False},
+        ),
+        sharded=True,
     ),
     "qwen3_5": Variant(
         lambda: Qwen3_5TextConfig(
@@ -619,6 +633,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
                 parameter.data += 1.0
             elif "A_log" in name:  # states that last for a few tokens, and for many
                 parameter.data -= torch.linspace(0.0, 4.0, len(parameter))
+            elif "sinks" in name:
+                parameter.data *= 10.0  # as far apart as scores are
         elif "embed_tokens" in name:
             # Small enough that a tied head does not just repeat the input; Gemma scales it by 8.
             _draw(parameter, 0.2 if gemma else 0.4, generator)

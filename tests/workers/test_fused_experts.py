@@ -13,6 +13,8 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from motet.adapters.errors import AdapterInvalid
+from motet.adapters.format.content import AdapterContent
 from motet.adapters.format.validation import validate
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig
@@ -102,7 +104,7 @@ class Case:
         )
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")
@@ -113,7 +115,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     refs: dict[str, AdapterRef] = {}
     models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()}
     # PEFT has no such conversion for Qwen2-MoE, whose shared expert has projections of the same names.
-    for recipe in (*RECIPES, LEGACY) if request.param != "qwen2_moe" else RECIPES:
+    for recipe in (*RECIPES, LEGACY) if request.param in ("mixtral", "qwen3_moe") else RECIPES:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # PEFT looks for patterns among modules only
             path = write_adapter(recipe, request.param == "mixtral", model_path, folder / recipe)
@@ -165,3 +167,28 @@ def _assert_exact(case: Case, rig: EngineRig, adapters: tuple[str | None, ...]) 
         assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
         said = torch.tensor([entry.chosen for entry in output.logprobs])
         torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)
+
+
+def test_targets_of_gpt_oss(tmp_path: Path) -> None:
+    """Its experts are parameters: lists name modules of experts in vain, and PEFT finds none of them."""
+    model_path = write_model("gpt_oss", tmp_path / "model")
+    shape = ModelConfig.from_folder(model_path).shape
+
+    def validated(name: str, **options: Any) -> AdapterContent:
+        base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+        get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=2, **options)).save_pretrained(tmp_path / name)
+        config = (tmp_path / name / "adapter_config.json").read_bytes()
+        return validate(config, tmp_path / name / "adapter_model.safetensors", shape)
+
+    attention = {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": 2}
+    assert validated("all", target_modules="all-linear").module_ranks == attention
+    names = [*attention, "gate_proj", "up_proj", "down_proj", "gate_up_proj"]
+    assert validated("listed", target_modules=names).module_ranks == attention
+    of_some_layers = ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj", "2.mlp.experts.down_proj"]
+    content = validated("both", target_modules=["q_proj"], target_parameters=of_some_layers)
+    assert {(layer, module.rpartition(".")[2]) for layer, module in content.matrices if "experts" in module} == {
+        *((1, name) for name in ("gate_proj", "up_proj", "down_proj")),
+        (2, "down_proj"),
+    }
+    with pytest.raises(AdapterInvalid, match="LoRA of a router is not supported"):
+        validated("router", target_modules=["q_proj"], target_parameters=["mlp.router.weight"])

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import GptOssConfig, Ministral3Config, PreTrainedConfig
 
 from motet.adapters.adapter import EXPERT_MODULES, MODULES
 from motet.kernels.norms import ACTIVATIONS
 from motet.workers.config import ExpertSharding
 from motet.workers.models.config import ModelConfig, sampling_defaults
 from motet.workers.models.decoder import load_decoder
+from motet.workers.models.rotary import rotary_table
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
 
@@ -336,6 +338,25 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"final_logit_softcapping": None, "rope_local_base_freq": 10000, "rope_scaling": None},
         **{"sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256},
     },
+    "gpt-oss": {
+        **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64},
+        **{"experts_per_token": 4, "hidden_act": "silu", "initial_context_length": 4096, "num_local_experts": 32},
+        **{"layer_types": ["sliding_attention", "full_attention"], "num_experts_per_tok": 4, "sliding_window": 128},
+        **{"output_router_logits": False, "rope_theta": 150000, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0},
+        "rope_scaling": {
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096},
+            **{"rope_type": "yarn", "truncate": False},
+        },
+    },
+    "Ministral 3": {
+        **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "head_dim": 128},
+        "sliding_window": None,
+        "rope_parameters": {
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 16.0, "llama_4_scaling_beta": 0.1, "mscale": 1.0},
+            **{"max_position_embeddings": 262144, "mscale_all_dim": 1.0, "original_max_position_embeddings": 16384},
+            **{"rope_theta": 1000000.0, "rope_type": "yarn", "type": "yarn"},
+        },
+    },
 }
 
 
@@ -350,6 +371,23 @@ def test_an_absent_key_means_what_the_family_says(tmp_path: Path) -> None:
         raw = {key: value for key, value in RAW.items() if key != "rms_norm_eps"} | {"architectures": [architecture]}
         (path / "config.json").write_text(json.dumps(raw))
         assert ModelConfig.from_folder(path).norm_eps == eps
+
+
+@pytest.mark.parametrize("config", [GptOssConfig, Ministral3Config])
+def test_a_file_without_its_rotary_embedding_has_the_one_of_its_family(
+    tmp_path: Path, config: type[PreTrainedConfig]
+) -> None:
+    """As transformers writes it out."""
+    default = config()
+    default.architectures = [f"{config.__name__.removesuffix('Config')}ForCausalLM"]
+    default.save_pretrained(tmp_path)
+    written = ModelConfig.from_folder(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    silent = ModelConfig.from_folder(tmp_path)
+    expected, actual = (rotary_table(each.rotaries[0], 64, 20_000) for each in (written, silent))
+    torch.testing.assert_close(actual, expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(

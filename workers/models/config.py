@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES, BaseShape, ExpertShape
-from ...kernels.norms import ACTIVATIONS
+from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
@@ -128,7 +128,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     norm_eps: float
-    activation: str  # a name in `norms.ACTIVATIONS`
+    activation: Activation
     rotaries: tuple[RotaryConfig, ...]  # by layer
     max_model_len: int  # tokens
     tie_word_embeddings: bool
@@ -198,7 +198,8 @@ class ModelConfig:
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
         called = {gate: names.gate, up: names.up, down: names.down}
-        return BaseShape(self.num_layers, attn | sparse, ExpertShape(experts.num_experts, layers, names.block, called))
+        shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters=names.are_fused)
+        return BaseShape(self.num_layers, attn | sparse, shape)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -314,11 +315,6 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         raw = without_axes(raw, has_axes=False)
     raw = with_default_rope(raw, family.default_rope)
     values = read_keys(raw, family)
-    activation = values[family.activation_key]
-    activation = family.activations.get(activation, activation)
-    if activation not in ACTIVATIONS:
-        accepted = ", ".join(ACTIVATIONS)
-        raise ValueError(f"{family.activation_key} {activation!r} is not supported: {accepted} are accepted")
     num_heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
     num_kv_heads = values["num_key_value_heads"] or num_heads
     if num_heads % num_kv_heads:
@@ -353,7 +349,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         norm_eps=float(values["rms_norm_eps"]),
-        activation=activation,
+        activation=_activation(values, family),
         rotaries=rotaries,
         max_model_len=context,
         tie_word_embeddings=values["tie_word_embeddings"],
@@ -375,6 +371,16 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         is_wrapped=wrapper is not None or family.reads_wrapped,
         recurrent=RecurrentConfig.from_values(values, family),
     )
+
+
+def _activation(values: Mapping[str, Any], family: Family) -> Activation:
+    name = values[family.activation_key]
+    name = family.activations.get(name, name)
+    is_clamped = "swiglu_limit" in values
+    if name not in ACTIVATIONS or (is_clamped and name != "silu"):
+        accepted = "'silu' is" if is_clamped else f"{', '.join(ACTIVATIONS)} are"
+        raise ValueError(f"{family.activation_key} {name!r} is not supported: {accepted} accepted")
+    return ClampedSwiglu(float(values["swiglu_alpha"]), float(values["swiglu_limit"])) if is_clamped else name
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

@@ -248,6 +248,8 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "num_experts_per_tok": _SIZE,
     "moe_intermediate_size": _SIZE,
     "shared_expert_intermediate_size": _SIZE,
+    "swiglu_alpha": _NUMBER,
+    "swiglu_limit": _NUMBER,
     "norm_topk_prob": _FLAG,
     "decoder_sparse_step": _SIZE,
     "full_attention_interval": _SIZE,

@@ -10,7 +10,7 @@ from ...adapters.adapter import RECURRENT_MODULES
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from ...kernels.gated_delta import GatedDelta
 from .config import ModelConfig
-from .families import VISION_PREFIXES
+from .families import VISION_PREFIXES, ExpertNames
 from .layers import (
     DOWN,
     GATE_UP,
@@ -60,9 +60,12 @@ def _residual_eps(config: ModelConfig) -> float:
 
 
 def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
-    """A norm's weights. Families that store them less `norm_offset` compute them in float32, so these are float32."""
+    """A norm's weights. Families that store them less `norm_offset` compute them in float32, so these are float32.
+
+    So are those of families that say it by `wide_norms`.
+    """
     weight, offset = checkpoint.take(f"{name}.weight", (width,)), sharding.config.family.norm_offset
-    return weight.float() + offset if offset else weight
+    return weight.float() + offset if offset or sharding.config.family.wide_norms else weight
 
 
 class _LayerLoader:
@@ -112,6 +115,7 @@ class _LayerLoader:
             window=config.sliding_windows[self._index],
             kv_index=config.kv_layers.index(self._index),
             is_gated=config.family.gated_attention,
+            sinks=self._sinks(),
         )
 
     def recurrent(self) -> RecurrentMixer:
@@ -153,6 +157,13 @@ class _LayerLoader:
             self._config.recurrent_layers.index(self._index),
         )
 
+    def _sinks(self) -> torch.Tensor | None:
+        config = self._config
+        if not config.family.has_sinks:
+            return None
+        name = f"{self.prefix}self_attn.sinks"
+        return self._checkpoint.take(name, (config.num_heads,), rows=self._sharding.heads).float()
+
     def mlp(self) -> GatedMlp:
         config, part, width = self._config, self._sharding.intermediate, self._config.intermediate_size
         names = ("mlp.gate_proj", "mlp.up_proj")
@@ -170,6 +181,26 @@ class _LayerLoader:
         config, names = self._config.experts, self._config.family.experts
         assert config is not None
         assert names is not None
+        hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
+        gate_up, down = self._fused_experts(names) if names.are_fused else self._single_experts(names)
+        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.are_fused else {}
+        return ExpertMlp(
+            router=self._pack(self._rows(router, hidden, config.num_experts, None)),
+            gate_up=self._pack_experts(torch.stack(gate_up)),
+            down=self._pack_experts(torch.stack(down)),
+            first=first,
+            num_experts=stop - first,
+            top_k=config.top_k,
+            normalized=config.normalized,
+            activation=self._config.activation,
+            shared=self._shared_expert(f"{names.block}.shared_expert"),
+            **biases,
+        )
+
+    def _single_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """gate and up, and down, of this worker's experts, `[2 * features, hidden]` and `[hidden, features]` each."""
+        config = self._config.experts
+        assert config is not None
         hidden, width = self._config.hidden_size, config.intermediate_size
         (first, stop), part = self._sharding.experts, self._sharding.expert_features
         gate_up, down = [], []
@@ -183,17 +214,41 @@ class _LayerLoader:
                 for name in (names.gate, names.up):
                     self._rows(path + name, hidden, width, (0, 0))
                 self._rows(path + names.down, width, hidden, (0, 0))
-        return ExpertMlp(
-            router=self._pack(self._rows(f"{names.block}.gate", hidden, config.num_experts, None)),
-            gate_up=self._pack_experts(torch.stack(gate_up)),
-            down=self._pack_experts(torch.stack(down)),
-            first=first,
-            num_experts=stop - first,
-            top_k=config.top_k,
-            normalized=config.normalized,
-            activation=self._config.activation,
-            shared=self._shared_expert(f"{names.block}.shared_expert"),
-        )
+        return gate_up, down
+
+    def _fused_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The same of tensors that hold all experts of a layer. One expert is read at a time, as a whole."""
+        config = self._config.experts
+        assert config is not None
+        hidden, width = self._config.hidden_size, config.intermediate_size
+        (first, stop), part = self._sharding.experts, slice(*self._sharding.expert_features)
+        gate_up, down = [], []
+        for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden))):
+            path = f"{self.prefix}{names.block}.experts.{name}"
+            self._checkpoint.split(path, {f"{path}.{expert}": 1 for expert in range(config.num_experts)})
+            for expert in range(config.num_experts):
+                rows = (0, 1 if first <= expert < stop else 0)  # of another worker's the shape is checked
+                for weight in self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows):
+                    if name == "down_proj":
+                        down.append(weight[part].T)
+                    else:
+                        gate_up.append(torch.cat((weight[:, 0::2][:, part], weight[:, 1::2][:, part]), dim=1).T)
+        return gate_up, down
+
+    def _expert_biases(self, names: ExpertNames) -> dict[str, torch.Tensor | None]:
+        """The biases of fused experts. Workers that share an expert's features add up its outputs: one has the bias."""
+        config = self._config.experts
+        assert config is not None
+        hidden, width, num_experts = self._config.hidden_size, config.intermediate_size, config.num_experts
+        experts, part = self._sharding.experts, slice(*self._sharding.expert_features)
+        path = f"{self.prefix}{names.block}"
+        gate_up = self._checkpoint.take(f"{path}.experts.gate_up_proj_bias", (num_experts, 2 * width), rows=experts)
+        down = self._checkpoint.take(f"{path}.experts.down_proj_bias", (num_experts, hidden), rows=experts)
+        return {
+            "router_bias": self._checkpoint.take(f"{path}.{names.router}.bias", (num_experts,)),
+            "gate_up_bias": torch.cat((gate_up[:, 0::2][:, part], gate_up[:, 1::2][:, part]), dim=1),
+            "down_bias": down if part.start == 0 else None,
+        }
 
     def _shared_expert(self, path: str) -> SharedExpert | None:
         config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features

@@ -22,12 +22,19 @@ from .sliding import (
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """The names of a family for the tensors of its experts, within a layer."""
+    """The names of a family for the tensors of its experts, within a layer.
+
+    `are_fused`: all experts of a layer are two tensors, `gate_up_proj` `[num_experts, hidden, 2 * width]`, whose
+    columns are gate, up, gate, up and so on, and `down_proj` `[num_experts, width, hidden]`, each with a bias, and so
+    has the router.
+    """
 
     block: str
     gate: str
     up: str
     down: str
+    router: str = "gate"
+    are_fused: bool = False
 
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
@@ -53,6 +60,8 @@ class Family:
     qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     norm_offset: float = 0.0  # added to the stored weights of all norms
+    wide_norms: bool = False  # norms are multiplied by their weights in float32
+    has_sinks: bool = False  # `self_attn.sinks`, a score of each head that has no value
     mlp_norm: str = "post_attention_layernorm"  # name of the norm before the MLP
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
@@ -283,6 +292,35 @@ FAMILIES = {
         qk_norm=True,
         slides=if_enabled,
         experts=_QWEN_EXPERTS,
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        "gpt_oss",
+        _COMMON
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "layer_types": None,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        wide_norms=True,
+        has_sinks=True,
+        slides=every_other,
+        rope_theta=150_000.0,
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", router="router", are_fused=True),
+        always_normalized=True,
     ),
     "GemmaForCausalLM": Family(
         "gemma",

@@ -14,6 +14,7 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight
 from ...kernels.gated_delta import GatedDelta, LayerState, StateBatch
 from ...kernels.lora import LoraBatch
+from ...kernels.norms import Activation
 from ..parallel import Parallel
 from .passes import Pass
 
@@ -139,7 +140,7 @@ class GatedMlp:
 
     gate_up: LoraLinear
     down: LoraLinear
-    activation: str  # a name in `norms.ACTIVATIONS`
+    activation: Activation
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         inner = context.kernels.gated(self.gate_up(x, layer, context), self.activation)
@@ -186,7 +187,7 @@ class SharedExpert:
     down: LinearWeight  # [hidden, this worker's features]
     gate: LinearWeight  # [1, hidden]
 
-    def __call__(self, x: torch.Tensor, activation: str, context: ForwardContext) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
         kernels = context.kernels
         inner = kernels.gated(kernels.linear(x, self.gate_up, None), activation)
@@ -208,23 +209,27 @@ class ExpertMlp:
     num_experts: int  # of this worker
     top_k: int
     normalized: bool  # the chosen experts' weights add up to one
-    activation: str
+    activation: Activation
     shared: SharedExpert | None
+    router_bias: torch.Tensor | None = None  # [num_experts]
+    gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
+    down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, lora = context.kernels.experts, context.kernels.lora
         # Every worker chooses by itself; the same x gives the same choice.
-        chosen, weights = choose_experts(context.kernels.linear(x, self.router, None), self.top_k, self.normalized)
+        scores = context.kernels.linear(x, self.router, self.router_bias)
+        chosen, weights = choose_experts(scores, self.top_k, self.normalized)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
         adapters = None
         if context.expert_lora is not None:
             adapters = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, self.first)
         pairs = x[groups.rows]
-        gate_up = kernels.linear(pairs, self.gate_up, groups)
+        gate_up = kernels.linear(pairs, self.gate_up, groups, self.gate_up_bias)
         if adapters is not None:
             lora.add(gate_up, pairs, context.pool, layer, adapters, EXPERT_GATE_UP)
         inner = context.kernels.gated(gate_up, self.activation)
-        down = kernels.linear(inner, self.down, groups)
+        down = kernels.linear(inner, self.down, groups, self.down_bias)
         if adapters is not None:
             lora.add(down, inner, context.pool, layer, adapters, EXPERT_DOWN)
         y = kernels.combine(down, groups, len(x))

@@ -182,13 +182,13 @@ def _mlp(layer: DecoderLayer) -> Iterator[Operation]:
         return
     assert isinstance(mlp, ExpertMlp)
     hidden, inner = mlp.down.num_out, mlp.down.num_in
-    yield Linear(NORMED, SCORES, mlp.router, None)
+    yield Linear(NORMED, SCORES, mlp.router, mlp.router_bias)
     yield ChooseExperts(SCORES, mlp.top_k, mlp.normalized)
     yield TakePairs(NORMED, PAIRS)
-    yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up)
+    yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
     yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
     yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.top_k)
-    yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down)
+    yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down, mlp.down_bias)
     yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
     yield CombinePairs(PAIRS_OUTPUT, OUTPUT)
     if (shared := mlp.shared) is not None:
