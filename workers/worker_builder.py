@@ -43,6 +43,7 @@ from .memory.page_mover import PageMover
 from .models.config import ModelConfig
 from .models.decoder import load_decoder
 from .models.device_checkpoint import DeviceCheckpoint
+from .models.quantised_weights import QuantisedCheckpoint
 from .models.rotary import rotary_tables
 from .models.sharding import ModelSharding
 from .models.weights import Checkpoint, Progress
@@ -200,7 +201,14 @@ def build_executor(
     torch.set_num_threads(1 if is_native else num_threads)
     memory = DeviceMemory(device)
     with memory.part("weights"):
-        if device.type == "cuda":
+        if model.quantisation is not None:
+            _log.info(
+                "the base's files are quantised, %s: their weights become %s as they are read",
+                *(model.quantisation.summary, config.dtype),
+            )
+            quantised = QuantisedCheckpoint(config.model_path, dtype, device, model.quantisation, on_progress)
+            decoder = load_decoder(sharding, quantised, kernels)
+        elif device.type == "cuda":
             with DeviceCheckpoint(config.model_path, dtype, device, on_progress) as checkpoint:
                 decoder = load_decoder(sharding, checkpoint, kernels)
         else:

@@ -15,6 +15,7 @@ from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
+from .quantised_config import Quantisation, read_quantisation
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, without_axes
 from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
@@ -95,6 +96,7 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     head_order: tuple[int, ...] = ()  # see `rotary_config.head_order`
     is_wrapped: bool = False  # the text model of one that takes pictures too
+    quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
     @staticmethod
     def from_folder(folder: Path) -> ModelConfig:
@@ -233,10 +235,12 @@ def _object_of(path: Path) -> dict[str, Any]:
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     _refuse_unsupported(raw)
+    quantisation = read_quantisation(raw)
     wrapper = WRAPPERS.get(_architecture(raw))
     if wrapper is not None:
         raw = _text_config(raw, wrapper)
         _refuse_unsupported(raw)
+        quantisation = quantisation or read_quantisation(raw)
     family = _family(raw) if wrapper is None else wrapper.text
     values = read_keys(raw, family)
     activation = values[family.activation_key]
@@ -291,6 +295,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None,
+        quantisation=quantisation,
     )
 
 
@@ -367,8 +372,6 @@ def _rotated(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig]) -> tup
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        raise ValueError("quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted")
     if raw.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: only causal decoders are accepted")
     if raw.get("is_causal") is False:

@@ -57,7 +57,9 @@ class WeightSource(Protocol):
         """Raises ValueError if tensors are left that no part of the model took."""
 
 
-class _Place(NamedTuple):
+class TensorPlace(NamedTuple):
+    """Where a tensor is."""
+
     file: safe_open
     name: str
     rows: tuple[int, int] | None
@@ -75,7 +77,7 @@ class Checkpoint:
         files = open_checkpoint(folder, "pt")
         self.has_head = not lacks_head(files)
         # By name: the file, the tensor's name in it, and which of its rows; None: all.
-        self._where = named_in_full({name: _Place(file, name, None) for name, file in files.items()})
+        self._where = named_in_full({name: TensorPlace(file, name, None) for name, file in files.items()})
         self._folder, self._dtype, self._device, self._on_progress = folder, dtype, device, on_progress
         self._total = len(self._where)
 
@@ -118,7 +120,7 @@ class Checkpoint:
             raise ValueError(f"{self._folder} has no tensor {name!r}")
         shape = location.file.get_slice(location.name).get_shape()  # type: ignore[no-untyped-call]
         for part, rows in rows_of_parts(name, shape, num_rows).items():
-            self._where[part] = _Place(location.file, location.name, rows)
+            self._where[part] = TensorPlace(location.file, location.name, rows)
         self._total += len(num_rows) - 1
 
     def __contains__(self, name: str) -> bool:
