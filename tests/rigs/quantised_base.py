@@ -76,8 +76,8 @@ def fp8(weight: torch.Tensor) -> Stored:
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * wide
 
 
-def _of_compressed_tensors(file_format: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}, "input_activations": None}
+def _of_compressed_tensors(file_format: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
         "format": file_format,
@@ -87,6 +87,7 @@ def _of_compressed_tensors(file_format: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
 FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
     "int4": (
@@ -94,6 +95,7 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any]]] = {
         _of_compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=GROUP, symmetric=False),
     ),
     "int8": (int8, _of_compressed_tensors("int-quantized", num_bits=8, strategy="channel")),
+    "w8a8": (int8, _of_compressed_tensors("int-quantized", TOKENS, num_bits=8, strategy="channel")),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}),
 }
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 # By the tensors of a linear: "fp8" and "naive" have its weight and scales, the others a packed weight.
@@ -27,6 +27,7 @@ class WeightFormat:
     per_tensor: bool = False  # one scale for all
     has_zeros: bool = False  # zero points are stored
     zero_offset: int = 0  # what is added to the stored ones
+    rounds_inputs: bool = False  # to eight bits with a scale for each token, as it was published
     is_reordered: bool = False  # the file says for each input which group it is of
 
 
@@ -277,16 +278,21 @@ def _compressed_tensors(keys: _Keys) -> _Formats:
     formats = []
     for name, stored in groups.items():
         group = _Keys(stored, f"{keys.path}.config_groups.{name}")
-        group.skip("input_activations")  # inputs stay in 16 bits
+        inputs = group.get("input_activations", {})
         group.absent("output_activations", reason="quantised outputs are not supported: null is accepted")
         layout = group.get("format", file_format)
         targets = group.names("targets")
         weights = _Keys(group.get("weights", {}), f"{group.path}.weights")
-        formats.append((targets, _compressed(weights, layout, group)))
+        weight_format = _compressed(weights, layout, group)
+        rounds = isinstance(inputs, dict) and all(inputs.get(key) == value for key, value in _INT8_INPUTS.items())
+        formats.append((targets, replace(weight_format, rounds_inputs=rounds)))
         weights.finish()
         group.finish()
     return formats
 
+
+# Inputs that are rounded to eight bits. All others stay in 16.
+_INT8_INPUTS: Final = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
 
 _INT_LAYOUTS: Final = {"pack-quantized": "packed", "int-quantized": "naive", "naive-quantized": "naive"}
 _FLOAT_LAYOUTS: Final = {

@@ -125,7 +125,7 @@ def decode(stored: WeightFormat, shape: tuple[int, int], read: Read) -> Quantise
         values = _unpacked(codes, stored.bits, axis, reverse).t()[:num_out, :num_in]
         points = _unpacked(zeros, stored.bits, 1, reverse)[:, :num_out].t().float() + stored.zero_offset
         numbers: Literal["uint4", "uint8"] = "uint4" if stored.bits == 4 else "uint8"
-        return QuantisedWeight(values, numbers, scales.t(), points, group_size, group_of)
+        return QuantisedWeight(values, numbers, scales.t(), points, group_size, group_of=group_of)
     if stored.layout == "packed":
         middle = float(1 << (stored.bits - 1))  # added to all numbers and zero points, so that they are positive
         values = _unpacked(codes, stored.bits, 1)[:, :num_in]
@@ -133,11 +133,12 @@ def decode(stored: WeightFormat, shape: tuple[int, int], read: Read) -> Quantise
         if zeros is not None and stored.has_zeros:
             points = _unpacked(zeros, stored.bits, 0)[:num_out].float()
         numbers = "uint4" if stored.bits == 4 else "uint8"
-        return QuantisedWeight(values, numbers, scales, points, group_size, group_of)
+        return QuantisedWeight(values, numbers, scales, points, group_size, group_of=group_of)
     if stored.layout in ("mxfp4-packed", "mxfp4-blocks"):
         return QuantisedWeight(_nibbles(codes)[:, :num_in], "float4", scales, None, group_size)
     own_points = None if zeros is None or not stored.has_zeros else zeros.float().expand_as(scales)
-    return QuantisedWeight(codes, "float8" if stored.is_float else "int8", scales, own_points, group_size)
+    kind: Literal["float8", "int8"] = "float8" if stored.is_float else "int8"
+    return QuantisedWeight(codes, kind, scales, own_points, group_size, stored.rounds_inputs and not stored.is_float)
 
 
 def _wide(scales: torch.Tensor) -> torch.Tensor:
@@ -221,10 +222,7 @@ class QuantisedCheckpoint(Checkpoint):
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> QuantisedWeight | None:
-        """The weight of a quantised linear, or these rows and columns of it; None: the file has it in 16 or 32 bits.
-
-        Reads the whole groups and packed words in which these rows and columns are.
-        """
+        """See `WeightSource.take_quantised`. Reads the whole groups and packed words that have these rows."""
         linear = self._linears.pop(name, None)
         if linear is None:
             return None

@@ -21,6 +21,8 @@ from .stored_tensor import (
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.quantised import QuantisedWeight
+
 
 # The interface from which a decoder takes its tensors.
 
@@ -41,6 +43,15 @@ class WeightSource(Protocol):
 
         `shape` is that of the whole tensor. Raises ValueError if it is missing, has another shape or holds integers.
         """
+
+    def take_quantised(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> QuantisedWeight | None:
+        """The same of a weight that the file has in few bits; None: it has it in 16 or 32, and it is not taken."""
 
     def has_other_head(self) -> bool:
         """Whether the model was saved with a head that is not its embedding. Reads both."""
@@ -112,6 +123,16 @@ class Checkpoint:
         if self._on_progress is not None:
             self._on_progress("loading weights", self._total - len(self._where), self._total)
         return tensor.to(self._device, self._dtype)
+
+    def take_quantised(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> QuantisedWeight | None:
+        """None: these files have no weights of few bits."""
+        return None
 
     def split(self, name: str, num_rows: Mapping[str, int]) -> None:
         """See `WeightSource.split`."""
