@@ -33,6 +33,7 @@ from .native.experts import NativeExperts
 from .native.gated_delta import NativeGatedDelta
 from .native.linear import NativeLinear
 from .native.lora import NativeLora
+from .native.quantised_linear import NativeQuantised
 from .native.rows import NativeRows
 from .native.sampling import NativeSampling
 from .native.step import NativeStepKernels
@@ -43,7 +44,9 @@ from .plain.experts import PlainExperts
 from .plain.float8 import PlainFloat8
 from .plain.gated_delta import gated_delta as plain_gated_delta
 from .plain.lora import PlainLora
+from .plain.quantised import PlainQuantised
 from .plain.sampling import PlainSampling
+from .quantised import QuantisedKernels
 from .sampling import SamplingKernels
 from .step import Heads, StepKernels
 
@@ -82,15 +85,23 @@ class Kernels:
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
     compiles: bool = False  # for shapes when they first occur: a worker runs all kinds of steps before it is ready
     libraries: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
+    library: ctypes.CDLL | None = None  # of the native kernels
     # `linear` without a bias, in float32, for logits; None: what `linear` gives is converted.
     linear_to_floats: Callable[[torch.Tensor, LinearWeight], torch.Tensor] | None = None
     step: StepKernels | None = None  # carry out a whole step in one call; None: nothing does
     float8: Float8Kernels | None = None  # of the linears of layers; None: these are like all others
+    quantised: QuantisedKernels | None = None  # of those whose weights stay in four or eight bits; None: none does
 
     @cached_property
     def layer_linear(self) -> Linear:
         """The linear of a layer's own projections, of a weight that was packed for it."""
-        return self.linear if self.float8 is None else self.float8.linear
+        if self.float8 is not None:
+            return self.float8.linear
+        return self.linear if self.quantised is None else self._linear_of_its_kind
+
+    def _linear_of_its_kind(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        assert self.quantised is not None
+        return (self.quantised.linear if self.quantised.takes(weight) else self.linear)(x, weight, bias)
 
     def is_native(self, heads: Heads) -> bool:
         """Whether native kernels compute all that takes long, of layers with such heads, on threads of their own.
@@ -107,7 +118,9 @@ class Kernels:
         operations_of: dict[str, list[str]] = {}
         for operation, library in self.libraries.items():
             operations_of.setdefault(library, []).append(operation)
-        exceptions = (f"{', '.join(operations)} by {library}" for library, operations in operations_of.items())
+        exceptions = [f"{', '.join(operations)} by {library}" for library, operations in operations_of.items()]
+        if self.quantised is not None and self.quantised.rounds:
+            exceptions.append("layers' linears in int8")
         return "; ".join([self.name, *exceptions])
 
 
@@ -175,6 +188,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         linear_to_floats=to_floats,
         step=step,
         libraries=libraries,
+        library=library,
     )
 
 
@@ -239,6 +253,16 @@ def with_float8_weights(kernels: Kernels) -> Kernels:
     return replace(
         kernels, float8=ScaledFloat8(), libraries={**kernels.libraries, "layers' linears": f"{product} in float8"}
     )
+
+
+def with_quantised_weights(kernels: Kernels, dtype: torch.dtype, num_threads: int, *, rounds: bool) -> Kernels:
+    """The same, on a CPU, for layers' linears whose weights stay in four or eight bits.
+
+    `rounds`: those of 16 or 32 bits are rounded to eight as they are loaded.
+    """
+    if kernels.library is None:
+        return replace(kernels, quantised=PlainQuantised(dtype, rounds))
+    return replace(kernels, quantised=NativeQuantised(kernels.library, dtype, num_threads, rounds))
 
 
 def with_float8_kv(kernels: Kernels) -> Kernels:

@@ -59,7 +59,7 @@ class Linear:
 
     x: Register
     to: Register
-    weight: Any  # as the kernels' `pack_linear` laid it out
+    weight: Any  # as the kernels' `pack_linear` laid it out, or their `quantised.pack`
     bias: torch.Tensor | None
 
 

@@ -14,7 +14,7 @@ ExpertSharding = Literal["tensor", "expert"]
 Device = Literal["cpu", "cuda", "auto"]
 SlowKernels = Literal["allow", "refuse"]
 SamplingDefaults = Literal["model", "openai"]
-WeightsDtype = Literal["dtype", "float8"]
+WeightsDtype = Literal["dtype", "float8", "int8"]
 KVDtype = Literal["dtype", "float8"]
 SmallSums = Literal["one-shot", "nccl"]
 NanoBatches = Literal["auto", "off"]
@@ -25,9 +25,10 @@ FLOAT32_ON_A_GPU = (
 )
 FLOAT8_CAPABILITY = (9, 0)  # a GPU's compute capability, at least
 FLOAT8_MULTIPLE = 16  # of the inputs and outputs of each linear of a worker
-FLOAT8_ON_A_CPU = "weights of eight bits are for GPUs of compute capability 9.0 or more: CPUs serve those of dtype"
+FLOAT8_ON_A_CPU = "weights in float8 are for GPUs of compute capability 9.0 or more: CPUs serve those of dtype and int8"
+INT8_ON_A_GPU = "weights in int8 are for CPUs: GPUs serve float8 and those of dtype"
 FLOAT8_KV_ON_A_CPU = "KV of eight bits is for GPUs of compute capability 9.0 or more: CPUs serve that of dtype"
-FLOAT8_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
+EIGHT_BITS_EXPERTS = "weights of eight bits are for dense bases, and this one has experts: those of dtype are served"
 # Of a GPU, for later. Estimated, not measured: memory for sampling in all ways at once; copies of adapters and KV under
 # way; buffers of cuBLAS, NCCL and Triton for shapes that a start does not run; fragmentation.
 LATER_BYTES = 1 << 30

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .config import FLOAT32_ON_A_GPU, Device, Float8Part, KVDtype, WeightsDtype, why_not_float8
+from .config import FLOAT32_ON_A_GPU, INT8_ON_A_GPU, Device, Float8Part, KVDtype, WeightsDtype, why_not_float8
 
 
 def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
@@ -15,9 +15,11 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
 
 def check_weights_dtype(device: torch.device, weights_dtype: WeightsDtype) -> None:
     """Raises ValueError for weights that cannot be multiplied there."""
-    if weights_dtype == "dtype":
-        return
-    _check_float8(device, "weights", f"weights_dtype = {weights_dtype!r}")
+    setting = f"weights_dtype = {weights_dtype!r}"
+    if weights_dtype == "float8":
+        _check_float8(device, "weights", setting)
+    elif weights_dtype == "int8" and device.type != "cpu":
+        raise ValueError(f"{setting}: {INT8_ON_A_GPU}")
 
 
 def check_kv_dtype(device: torch.device, kv_dtype: KVDtype) -> None:

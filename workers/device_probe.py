@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from .config import Device, Float8Part, KVDtype, WeightsDtype, why_not_float8
+from .config import INT8_ON_A_GPU, Device, Float8Part, KVDtype, WeightsDtype, why_not_float8
 
 _DRIVER = "libcuda.so.1"  # NVIDIA's; torch sees no GPU without it
 _TIMEOUT_S = 120.0  # torch comes from a cold disk
@@ -29,6 +29,8 @@ class DeviceFacts:
 
     def why_not(self, dtype: WeightsDtype | KVDtype, part: Float8Part) -> str | None:
         """Why it cannot compute with such weights or KV, and what can be served; None: it can, as far as is known."""
+        if dtype == "int8":
+            return INT8_ON_A_GPU if self.kind == "cuda" else None
         is_unknown = self.kind == "cuda" and self.capability is None
         return None if dtype == "dtype" or is_unknown else why_not_float8(self.capability, part)
 

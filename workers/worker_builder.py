@@ -13,10 +13,10 @@ from functools import partial
 import torch
 
 from ..adapters.store.store import AdapterStore
-from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights
+from ..kernels.backend import Kernels, choose_kernels, with_float8_kv, with_float8_weights, with_quantised_weights
 from ..kernels.huge_pages import huge_page_bytes
 from ..kernels.step import Heads
-from .config import FLOAT8_EXPERTS, EngineConfig, default_kv_host_bytes
+from .config import EIGHT_BITS_EXPERTS, EngineConfig, default_kv_host_bytes
 from .config import LATER_BYTES as LATER_BYTES
 from .costs.step_costs import LEAST_ROWS, first_rows_of
 from .costs.step_defaults import cpu_pool_bytes
@@ -43,6 +43,7 @@ from .memory.page_mover import PageMover
 from .models.config import ModelConfig
 from .models.decoder import load_decoder
 from .models.device_checkpoint import DeviceCheckpoint
+from .models.quantised_weights import QuantisedCheckpoint
 from .models.rotary import rotary_tables
 from .models.sharding import ModelSharding
 from .models.weights import Checkpoint, Progress
@@ -178,8 +179,8 @@ def build_executor(
     check_weights_dtype(device, config.weights_dtype)
     check_kv_dtype(device, config.kv_dtype)
     model = ModelConfig.from_folder(config.model_path)
-    if config.weights_dtype == "float8" and model.experts is not None:
-        raise ValueError(f"weights_dtype = {config.weights_dtype!r}: {FLOAT8_EXPERTS}")
+    if config.weights_dtype != "dtype" and model.experts is not None:
+        raise ValueError(f"weights_dtype = {config.weights_dtype!r}: {EIGHT_BITS_EXPERTS}")
     sharding = ModelSharding(model, parallel.degree, parallel.rank, config.expert_sharding)
     context = config.context_of(model.max_model_len)
     layout = sharding.layout(config.block_size, config.dtype, config.kv_dtype)
@@ -191,6 +192,9 @@ def build_executor(
         )
         if config.weights_dtype == "float8":
             chosen = with_float8_weights(chosen)
+        rounds = config.weights_dtype == "int8"
+        if rounds or (device.type == "cpu" and model.quantisation is not None):
+            chosen = with_quantised_weights(chosen, dtype, num_threads, rounds=rounds)
         return with_float8_kv(chosen) if config.kv_dtype == "float8" else chosen
 
     kernels = kernels_of(config.num_threads)
@@ -200,7 +204,15 @@ def build_executor(
     torch.set_num_threads(1 if is_native else num_threads)
     memory = DeviceMemory(device)
     with memory.part("weights"):
-        if device.type == "cuda":
+        if model.quantisation is not None:
+            exception = "" if kernels.quantised is None else " where no kernel multiplies their bits"
+            _log.info(
+                "the base's files are quantised, %s: their weights become %s as they are read%s",
+                *(model.quantisation.summary, config.dtype, exception),
+            )
+            quantised = QuantisedCheckpoint(config.model_path, dtype, device, model.quantisation, on_progress)
+            decoder = load_decoder(sharding, quantised, kernels)
+        elif device.type == "cuda":
             with DeviceCheckpoint(config.model_path, dtype, device, on_progress) as checkpoint:
                 decoder = load_decoder(sharding, checkpoint, kernels)
         else:

@@ -127,6 +127,8 @@ class RandomWeights:
         values = torch.randn(shape, dtype=self._machine.dtype, device=self._machine.device, generator=self._generator)
         return values.mul_(shape[1] ** -0.5)
 
+    def take_quantised(self, *_: object, **__: object) -> None: ...
+
     def has_other_head(self) -> bool:
         return False
 

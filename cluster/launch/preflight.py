@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from ...adapters.packing.packing import PAGE_DTYPES
-from ...workers.config import FLOAT8_EXPERTS, FLOAT8_MULTIPLE
+from ...workers.config import EIGHT_BITS_EXPERTS, FLOAT8_MULTIPLE
 from ...workers.costs.step_defaults import cpu_pool_bytes
 from ...workers.device_probe import probe_device
 from ...workers.machine_memory import usable_memory_bytes
@@ -54,6 +54,8 @@ def check_sizes(config: MotetConfig) -> list[str]:
     element_bytes = PAGE_DTYPES[serving.dtype].itemsize
     page_bytes = model.num_layers * sharding.slab(block_size, serving.kv_dtype, element_bytes) * element_bytes
     pool_bytes = config.memory.pool_bytes
+    if serving.weights_dtype != "dtype" and model.experts is not None:
+        raise ConfigError("--weights-dtype", serving.weights_dtype, EIGHT_BITS_EXPERTS)
     if serving.weights_dtype == "float8":
         _check_float8(sharding)
     if config.placement.address is None:  # nodes of a cluster check this themselves
@@ -117,8 +119,6 @@ def _pool_bytes_here(config: MotetConfig) -> int | None:
 
 def _check_float8(sharding: ModelSharding) -> None:
     """Raises ConfigError for a base whose parts a GPU does not multiply with weights of eight bits."""
-    if sharding.config.experts is not None:
-        raise ConfigError("--weights-dtype", "float8", FLOAT8_EXPERTS)
     for num_in, num_out in sharding.linears:
         if num_in % FLOAT8_MULTIPLE or num_out % FLOAT8_MULTIPLE:
             raise ConfigError(

@@ -50,7 +50,8 @@ class Serving(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         WeightsDtype,
         Setting(
             "Type of the weights of the layers' linears. dtype: that of --dtype. float8: half the memory, quantised as "
-            "the base is read, and inputs in each step; for dense bases on GPUs of compute capability 9.0 or more."
+            "the base is read, and inputs in each step; for dense bases on GPUs of compute capability 9.0 or more. "
+            "int8: likewise, on CPUs."
         ),
     ] = "dtype"
     kv_dtype: Annotated[

@@ -8,6 +8,7 @@
 #include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
+#include "quantised_linear.h"
 #include "rows.h"
 #include "sampling.h"
 #include "step.h"
@@ -75,6 +76,20 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         gated_delta(*(const DeltaLayer*)layer, *(const DeltaBatch*)batch, x, x_stride, num_rows, pool, page_stride,    \
                     out, num_threads);                                                                                 \
     }                                                                                                                  \
+    MOTET_CALL void linear_of_bytes_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const uint8_t* weight,      \
+                                           const float* scales, const T* bias, T* y, int64_t y_stride, int64_t num_in, \
+                                           int64_t num_out, int num_threads) {                                         \
+        linear_of_bytes(x, x_stride, num_rows, weight, scales, bias, y, y_stride, num_in, num_out, num_threads);       \
+    }                                                                                                                  \
+    MOTET_CALL void linear_of_codes_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const uint32_t* weight,     \
+                                           const float* scales, const int8_t* zeros, const float* table,               \
+                                           const T* bias, T* y, int64_t y_stride, int64_t num_in, int64_t num_out,     \
+                                           int64_t group_size, int num_threads) {                                      \
+        linear_of_codes(x, num_rows,                                                                                   \
+                        CodeCall<T, T>{nullptr, nullptr, weight, scales, zeros, table, bias, y, x_stride, y_stride,    \
+                                       num_in, num_out, group_size, 0},                                                \
+                        num_threads);                                                                                  \
+    }                                                                                                                  \
     MOTET_CALL void run_step_##NAME(const void* operations, int64_t count, const void* call) {                         \
         run_step<T>((const StepOperation*)operations, count, *(const StepCall*)call);                                  \
     }                                                                                                                  \
@@ -116,6 +131,7 @@ MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t voca
     highest(logits, stride, vocab, (const Mask*)masks, num_rows, tokens, num_threads);
 }
 
+MOTET_CALL int num_narrow_outputs() { return int(kNarrowOutputs); }
 MOTET_CALL int num_draw_numbers() { return sizeof(Draw) / sizeof(double); }
 MOTET_CALL int num_penalty_numbers() { return sizeof(PenaltyFactors) / sizeof(double); }
 

@@ -10,6 +10,7 @@
 #include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
+#include "quantised_linear.h"
 #include "rows.h"
 
 namespace motet {
@@ -30,7 +31,9 @@ enum class StepKind : int64_t {
     kCombinePairs,
     kAddGated,
     kMultiplyGate,
-    kGatedDelta
+    kGatedDelta,
+    kByteLinear,
+    kCodeLinear
 };
 
 struct StepOperation {
@@ -102,6 +105,12 @@ struct StepOperation {
             const DeltaLayer* layer;
             int64_t width;  // of x
         } gated_delta;
+        struct {  // of eight bits, or of four, which have zero points or null, a table, and groups
+            const void *weight, *scales, *bias;
+            int64_t num_in, num_out;
+            const void *zeros, *table;
+            int64_t group_size;
+        } narrow_linear;
     };
 };
 static_assert(sizeof(StepOperation) == 15 * 8, "as many numbers as ../native/step.py writes");
@@ -146,6 +155,10 @@ class Step {
                 return norm(op);
             case StepKind::kLinear:
                 return multiply(op);
+            case StepKind::kByteLinear:
+                return multiply_bytes(op);
+            case StepKind::kCodeLinear:
+                return multiply_codes(op);
             case StepKind::kLora:
                 return add_adapters(op);
             case StepKind::kWriteKV:
@@ -226,6 +239,31 @@ class Step {
         const LinearCall<T> product{nullptr, (const T*)own.weight, (const T*)own.bias, of(op.to),
                                     0,       own.num_out,          own.num_in,         own.num_out};
         linear(of(op.x), own.num_in, rows, 1, product, 0, num_threads);
+    }
+
+    void multiply_bytes(const StepOperation& op) const {
+        const auto& own = op.narrow_linear;
+        linear_of_bytes(of(op.x), own.num_in, call.num_rows, (const uint8_t*)own.weight, (const float*)own.scales,
+                        (const T*)own.bias, of(op.to), own.num_out, own.num_in, own.num_out, num_threads);
+    }
+
+    void multiply_codes(const StepOperation& op) const {
+        const auto& own = op.narrow_linear;
+        const CodeCall<T, T> product{nullptr,
+                                     nullptr,
+                                     (const uint32_t*)own.weight,
+                                     (const float*)own.scales,
+                                     (const int8_t*)own.zeros,
+                                     (const float*)own.table,
+                                     (const T*)own.bias,
+                                     of(op.to),
+                                     own.num_in,
+                                     own.num_out,
+                                     own.num_in,
+                                     own.num_out,
+                                     own.group_size,
+                                     0};
+        linear_of_codes(of(op.x), call.num_rows, product, num_threads);
     }
 
     void add_adapters(const StepOperation& op) const {

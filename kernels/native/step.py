@@ -43,6 +43,7 @@ from .experts import PackedExperts
 from .gated_delta import BatchTable, LayerTable
 from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
+from .quantised_linear import PackedBytes, PackedCodes
 from .rows import gated_kernel
 
 _NUM_FIELDS = 15  # of an operation in cpp/step.h
@@ -50,6 +51,7 @@ _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
     *(MultiplyGate, GatedDeltaRule),
+    *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
 )
 
 
@@ -151,7 +153,10 @@ class NativeStep:
         self._addresses = array("q", [register.data_ptr() for register in self._registers])
 
     def _encoded(self, operation: Operation) -> list[int]:
-        fields = [_KINDS.index(type(operation)), getattr(operation, "x", 0), getattr(operation, "to", 0)]
+        kind: type = type(operation)
+        if isinstance(operation, Linear) and isinstance(operation.weight, PackedBytes | PackedCodes):
+            kind = type(operation.weight)
+        fields = [_KINDS.index(kind), getattr(operation, "x", 0), getattr(operation, "to", 0)]
         fields += self._fields(operation)
         return fields + [0] * (_NUM_FIELDS - len(fields))
 
@@ -177,10 +182,23 @@ class NativeStep:
     @_fields.register
     def _(self, op: Linear) -> list[int]:
         weight = op.weight
-        assert isinstance(weight, PackedWeight), "a weight in the layout of native linears"
+        assert isinstance(weight, PackedWeight | PackedBytes | PackedCodes), "a weight in a layout of native linears"
         assert (self._width(op.x), self._width(op.to)) == (weight.num_in, weight.num_out), "registers fit the weight"
         bias = 0 if op.bias is None else self._address(op.bias)
+        if not isinstance(weight, PackedWeight):
+            return self._narrow_fields(weight, bias)
         return [self._address(weight.panels), bias, weight.num_in, weight.num_out]
+
+    def _narrow_fields(self, weight: PackedBytes | PackedCodes, bias: int) -> list[int]:
+        self._tensors.append(weight.panels)
+        fields = [weight.panels.data_ptr(), self._address(weight.scales), bias, weight.num_in, weight.num_out]
+        if isinstance(weight, PackedBytes):
+            return fields
+        zeros = 0
+        if weight.zeros is not None:
+            self._tensors.append(weight.zeros)
+            zeros = weight.zeros.data_ptr()
+        return [*fields, zeros, self._address(weight.table), weight.group_size]
 
     @_fields.register
     def _(self, op: AddLora) -> list[int]:

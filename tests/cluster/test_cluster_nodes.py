@@ -55,7 +55,7 @@ def test_nodes_for_gangs_are_checked_for_their_device_and_others_are_not(
     with pytest.raises(CannotJoin) as caught:
         check_nodes(config(tmp_path, address="auto", redis_url=redis_url, weights_dtype="float8"))
     assert str(caught.value).splitlines()[1:] == [
-        f"- {name}: a gang could not start there: --weights-dtype = 'float8': weights of eight bits are for GPUs of "
+        f"- {name}: a gang could not start there: --weights-dtype = 'float8': weights in float8 are for GPUs of "
         "compute capability 9.0 or more: CPUs serve those of dtype"
         for name in ("a", "b")
     ]

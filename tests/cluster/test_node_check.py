@@ -103,8 +103,8 @@ def refusal(expected: NodeExpectations, num_workers: int = 1, **settings: Any) -
 
 def test_a_node_without_a_gpu_refuses_what_needs_one(expected: NodeExpectations) -> None:
     assert refusal(expected, weights_dtype="float8") == (
-        "a gang could not start there: --weights-dtype = 'float8': weights of eight bits are for GPUs of compute "
-        "capability 9.0 or more: CPUs serve those of dtype"
+        "a gang could not start there: --weights-dtype = 'float8': weights in float8 are for GPUs of compute "
+        "capability 9.0 or more: CPUs serve those of dtype and int8"
     )
     assert refusal(expected, device="cuda").startswith("a gang could not start there: device = 'cuda': torch sees no")
     assert refusal(expected, dtype="float32", num_workers=2) == ""

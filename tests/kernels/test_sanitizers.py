@@ -23,6 +23,7 @@ NATIVE = (
     "test_native.py",
     "test_native_lora.py",
     "test_native_linear.py",
+    "test_native_quantised.py",
     "test_native_experts.py",
     "test_native_gated_delta.py",
     "test_native_sampling.py",

@@ -15,6 +15,7 @@ from ..config import KVDtype
 from ..window_pages import FullLayers
 from .config_keys import read_keys
 from .families import WRAPPERS, Family, Wrapper, family_of
+from .quantised_config import Quantisation, read_quantisation
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
 from .sliding import has_rotary, recurrent_layers, sliding_layers
 from .stored_tensor import folder_has_head
@@ -147,6 +148,7 @@ class ModelConfig:
     head_order: tuple[int, ...] = ()  # see `rotary_config.head_order`
     is_wrapped: bool = False  # the text model of one that takes pictures too
     recurrent: RecurrentConfig | None = None
+    quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
     @staticmethod
     def from_folder(folder: Path) -> ModelConfig:
@@ -305,10 +307,12 @@ def _object_of(path: Path) -> dict[str, Any]:
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     _refuse_unsupported(raw)
+    quantisation = read_quantisation(raw)
     wrapper = WRAPPERS.get(_architecture(raw))
     if wrapper is not None:
         raw, family = _text_config(raw, wrapper)
         _refuse_unsupported(raw)
+        quantisation = quantisation or read_quantisation(raw)
     else:
         family = _family(raw)
     if family.reads_wrapped:
@@ -370,6 +374,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         recurrent=RecurrentConfig.from_values(values, family),
+        quantisation=quantisation,
     )
 
 
@@ -460,8 +465,6 @@ def _rotated(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig]) -> tup
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("quantization_config"):
-        raise ValueError("quantized checkpoints are not supported: float32, float16 or bfloat16 weights are accepted")
     if raw.get("use_bidirectional_attention"):
         raise ValueError("use_bidirectional_attention is not supported: only causal decoders are accepted")
     if raw.get("is_causal") is False:

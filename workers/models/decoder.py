@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from ...adapters.adapter import RECURRENT_MODULES
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from ...kernels.gated_delta import GatedDelta
+from ...kernels.quantised import QuantisedKernels, QuantisedWeight, joined
 from .config import ModelConfig
 from .families import VISION_PREFIXES, ExpertNames
 from .layers import (
@@ -31,6 +34,8 @@ from .layers import (
 from .passes import Pass, alone
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
+
+_log = logging.getLogger(__name__)
 
 # Reads one worker's part of a decoder layer from a checkpoint.
 
@@ -68,12 +73,15 @@ def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: Weight
     return weight.float() + offset if offset or sharding.config.family.wide_norms else weight
 
 
+StoredWeight = torch.Tensor | QuantisedWeight  # `[out, in]`
+
+
 class _LayerLoader:
     def __init__(self, index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> None:
         self.prefix = f"model.layers.{index}."
         self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
         self._config, self._pack, self._pack_experts = sharding.config, kernels.pack_linear, kernels.pack_experts
-        self._float8 = kernels.float8
+        self._float8, self._quantised = kernels.float8, kernels.quantised
         self._pack_layer = kernels.pack_linear if kernels.float8 is None else kernels.float8.pack
 
     def norm(self, name: str) -> torch.Tensor:
@@ -94,17 +102,19 @@ class _LayerLoader:
         gated = 2 if config.family.gated_attention else 1
         all_query = gated * query[0], gated * query[1]
         sizes = {"q_proj": (gated * num_query, all_query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
-        weights = {name: self._rows(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()}
+        weights = {name: self._stored(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()}
         biases = {
             name: self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
             for name, (size, part) in sizes.items()
             if config.qkv_bias
         }
-        for tensors in (weights, biases):
-            tensors |= {name: self._in_order(tensors[name], name) for name in ("q_proj", "k_proj") if name in tensors}
+        for name in ("q_proj", "k_proj"):
+            weights[name] = self._weight_in_order(weights[name], name)
+            if name in biases:
+                biases[name] = self._in_order(biases[name], name)
         bias = torch.cat([*biases.values()]) if biases else None
         return Attention(
-            qkv=LoraLinear(self._pack_layer(torch.cat([*weights.values()])), bias, QKV),
+            qkv=LoraLinear(self._packed([*weights.values()]), bias, QKV),
             output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
             head_norm=self._head_norm(),
             num_heads=sharding.heads[1] - sharding.heads[0],
@@ -122,15 +132,8 @@ class _LayerLoader:
         config, sharding = self._config.recurrent, self._sharding
         assert config is not None
         sides, pieces = config.modules(self._config.hidden_size), sharding.recurrent_pieces
-        weights = [
-            self._checkpoint.take(f"{self.prefix}linear_attn.{name}.weight", sides[name][::-1])
-            for name in RECURRENT_MODULES[:-1]
-        ]
-        rows = [
-            weight[start:stop]
-            for name, weight in zip(RECURRENT_MODULES, weights, strict=False)
-            for start, stop in pieces[name]
-        ]
+        weights = {name: self._stored(f"linear_attn.{name}", *sides[name]) for name in RECURRENT_MODULES[:-1]}
+        rows = [_some_rows(weight, slice(*piece)) for name, weight in weights.items() for piece in pieces[name]]
         (values,), (heads,) = pieces["out_proj"], pieces["in_proj_a"]
 
         def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -151,7 +154,7 @@ class _LayerLoader:
             config.value_dim,
         )
         return RecurrentMixer(
-            LoraLinear(self._pack_layer(torch.cat(rows)), None, RECURRENT_IN),
+            LoraLinear(self._packed(rows), None, RECURRENT_IN),
             self._row_linear("linear_attn.out_proj", num_heads * config.value_dim, values, RECURRENT_OUT, False),
             rule,
             self._config.recurrent_layers.index(self._index),
@@ -170,9 +173,9 @@ class _LayerLoader:
         biases = [
             self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
         ]
-        weight = torch.cat([self._rows(name, config.hidden_size, width, part) for name in names])
+        weights = [self._stored(name, config.hidden_size, width, part) for name in names]
         return GatedMlp(
-            LoraLinear(self._pack_layer(weight), torch.cat(biases) if biases else None, GATE_UP),
+            LoraLinear(self._packed(weights), torch.cat(biases) if biases else None, GATE_UP),
             self._row_linear("mlp.down_proj", width, part, DOWN, config.mlp_bias),
             config.activation,
         )
@@ -281,20 +284,59 @@ class _LayerLoader:
             rows = rows.unflatten(0, (-1, config.head_dim))[:, list(config.head_order)].flatten(0, 1)
         return torch.cat([gates, rows]) if len(gates) else rows
 
+    def _weight_in_order(self, weight: StoredWeight, name: str) -> StoredWeight:
+        if isinstance(weight, torch.Tensor):
+            return self._in_order(weight, name)
+        return weight.rows(self._in_order(torch.arange(len(weight.codes), device=weight.codes.device), name))
+
     def _row_linear(self, name: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
         hidden = self._config.hidden_size
         if self._float8 is None:
-            packed = self._pack(self._columns(name, num_in, hidden, part))
+            packed = self._packed_columns(name, num_in, hidden, part)
         else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights
             packed = self._float8.pack(self._rows(name, num_in, hidden, None), part)
         bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
         return LoraLinear(packed, bias if self._sharding.rank == 0 else None, modules)
+
+    def _stored(
+        self, name: str, num_in: int, num_out: int, rows: Range | None = None, columns: Range | None = None
+    ) -> StoredWeight:
+        """A weight or a part of it, in few bits if the file has it so and the kernels multiply such."""
+        path, shape = f"{self.prefix}{name}.weight", (num_out, num_in)
+        if self._quantised is not None and (weight := self._checkpoint.take_quantised(path, shape, rows, columns)):
+            return weight
+        return self._checkpoint.take(path, shape, rows=rows, columns=columns)
+
+    def _packed(self, weights: Sequence[StoredWeight]) -> LinearWeight:
+        """The outputs of all, side by side: in few bits if all are, or are to be rounded to eight."""
+        if self._quantised is None:
+            return self._pack_layer(torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)]))
+        narrow = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+        together = joined(narrow) if len(narrow) == len(weights) else None
+        if together is not None and (packed := self._quantised.pack(together)) is not None:
+            return packed
+        dtype = self._quantised.dtype
+        wide = [each.dequantised().to(dtype) if isinstance(each, QuantisedWeight) else each for each in weights]
+        if self._quantised.rounds:
+            return self._quantised.pack(QuantisedWeight.of_eight_bits(torch.cat(wide)))
+        return self._pack_layer(torch.cat(wide))
+
+    def _packed_columns(self, name: str, num_in: int, num_out: int, part: Range) -> LinearWeight:
+        if self._quantised is None or not self._quantised.rounds:
+            return self._packed([self._stored(name, num_in, num_out, columns=part)])
+        # A row's scale is that of all its inputs, so that gangs of all sizes have the same weights.
+        whole = QuantisedWeight.of_eight_bits(self._rows(name, num_in, num_out, None))
+        return self._quantised.pack(whole.columns(*part))
 
     def _rows(self, name: str, num_in: int, num_out: int, part: Range | None) -> torch.Tensor:
         return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=part)
 
     def _columns(self, name: str, num_in: int, num_out: int, part: Range) -> torch.Tensor:
         return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=part)
+
+
+def _some_rows(weight: StoredWeight, rows: slice) -> StoredWeight:
+    return weight[rows] if isinstance(weight, torch.Tensor) else weight.rows(rows)
 
 
 @dataclass(frozen=True)
@@ -356,6 +398,19 @@ class Decoder:
         return self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
 
 
+def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: torch.dtype) -> None:
+    """How many of the layers' linears have weights of four or eight bits in memory."""
+    linears = [linear for layer in layers for linear in (layer.attention.qkv, layer.attention.output)]
+    linears += [
+        linear for layer in layers if isinstance(layer.mlp, GatedMlp) for linear in (layer.mlp.gate_up, layer.mlp.down)
+    ]
+    count = sum(kernels.takes(linear.weight) for linear in linears)
+    _log.info(
+        "of %d linears of layers %d have weights of four or eight bits in memory, all else has %s",
+        *(len(linears), count, str(dtype).removeprefix("torch.")),
+    )
+
+
 def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels | None = None) -> Decoder:
     """Reads this worker's part of every weight, laid out for `kernels` (None: the plain twins).
 
@@ -366,6 +421,8 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     hidden, vocab, part = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=part)
     layers = tuple(load_layer(index, sharding, checkpoint, kernels) for index in range(config.num_layers))
+    if kernels.quantised is not None:
+        _log_bits(layers, kernels.quantised, embedding.dtype)
     norm = load_norm("model.norm", hidden, sharding, checkpoint)
     if config.tie_word_embeddings and checkpoint.has_other_head():
         raise ValueError(

@@ -307,6 +307,15 @@ class DeviceCheckpoint:
         self._progress.done(stored.num_bytes)
         return target
 
+    def take_quantised(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> None:
+        """None: these files have no weights of few bits."""
+
     def has_other_head(self) -> bool:
         return has_other_head(self._folder)
 

@@ -21,6 +21,8 @@ from .stored_tensor import (
 if TYPE_CHECKING:
     import torch
 
+    from ...kernels.quantised import QuantisedWeight
+
 
 # The interface from which a decoder takes its tensors.
 
@@ -42,6 +44,15 @@ class WeightSource(Protocol):
         `shape` is that of the whole tensor. Raises ValueError if it is missing, has another shape or holds integers.
         """
 
+    def take_quantised(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> QuantisedWeight | None:
+        """The same of a weight that the file has in few bits; None: it has it in 16 or 32, and it is not taken."""
+
     def has_other_head(self) -> bool:
         """Whether the model was saved with a head that is not its embedding. Reads both."""
 
@@ -57,7 +68,9 @@ class WeightSource(Protocol):
         """Raises ValueError if tensors are left that no part of the model took."""
 
 
-class _Place(NamedTuple):
+class TensorPlace(NamedTuple):
+    """Where a tensor is."""
+
     file: safe_open
     name: str
     rows: tuple[int, int] | None
@@ -75,7 +88,7 @@ class Checkpoint:
         files = open_checkpoint(folder, "pt")
         self.has_head = not lacks_head(files)
         # By name: the file, the tensor's name in it, and which of its rows; None: all.
-        self._where = named_in_full({name: _Place(file, name, None) for name, file in files.items()})
+        self._where = named_in_full({name: TensorPlace(file, name, None) for name, file in files.items()})
         self._folder, self._dtype, self._device, self._on_progress = folder, dtype, device, on_progress
         self._total = len(self._where)
 
@@ -111,6 +124,16 @@ class Checkpoint:
             self._on_progress("loading weights", self._total - len(self._where), self._total)
         return tensor.to(self._device, self._dtype)
 
+    def take_quantised(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: tuple[int, int] | None = None,
+        columns: tuple[int, int] | None = None,
+    ) -> QuantisedWeight | None:
+        """None: these files have no weights of few bits."""
+        return None
+
     def split(self, name: str, num_rows: Mapping[str, int]) -> None:
         """See `WeightSource.split`."""
         location = self._where.pop(name, None)
@@ -118,7 +141,7 @@ class Checkpoint:
             raise ValueError(f"{self._folder} has no tensor {name!r}")
         shape = location.file.get_slice(location.name).get_shape()  # type: ignore[no-untyped-call]
         for part, rows in rows_of_parts(name, shape, num_rows).items():
-            self._where[part] = _Place(location.file, location.name, rows)
+            self._where[part] = TensorPlace(location.file, location.name, rows)
         self._total += len(num_rows) - 1
 
     def __contains__(self, name: str) -> bool:
