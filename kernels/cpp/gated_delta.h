@@ -31,7 +31,7 @@ constexpr int64_t kDeltaRows = 64;  // of a segment that are computed head by he
 // Vectors of a state's columns that are computed together: of many rows, so that they stay in the L1 cache, and of one row,
 // so that memory is read as it lies.
 constexpr int64_t kDeltaVectors = kRegister == 16 ? 2 : 1;
-constexpr int64_t kWideVectors = kRegister == 16 ? 8 : 2;
+constexpr int64_t kWideVectors = 8;
 constexpr int64_t kDeltaColumns = kDeltaVectors * kLanes;
 constexpr int64_t kLeastDelta = 1 << 16;  // elements of states; for fewer, a second thread costs more than it saves
 
@@ -273,15 +273,15 @@ class DeltaHeads {
     }
 };
 
-// Threads share the key heads of all sequences.
+// Threads share the key heads of all sequences, head by head, so that a head's taps stay in the cache.
 template <class T>
 void gated_delta(const DeltaLayer& layer, const DeltaBatch& batch, const T* x, int64_t x_stride, int64_t num_rows,
                  T* pool, int64_t page_stride, T* out, int num_threads) {
     const int64_t work = num_rows * layer.num_value_heads * layer.key_dim * layer.value_dim;
     Team::of_process().share(
         work < kLeastDelta ? 1 : num_threads, batch.num_sequences * layer.num_key_heads, [&](int64_t unit) {
-            DeltaHeads<T>(layer, batch, x, x_stride, pool, page_stride, out, unit % layer.num_key_heads)
-                .compute(unit / layer.num_key_heads);
+            DeltaHeads<T>(layer, batch, x, x_stride, pool, page_stride, out, unit / batch.num_sequences)
+                .compute(unit % batch.num_sequences);
         });
 }
 

@@ -80,7 +80,7 @@ class Worker:
         self.there: dict[str, tuple[int, ...]] = {}
         self.num_computed = self.num_copies = 0
         self.sequence_of: Callable[[int], GrowingSequence] | None = None  # to know whose KV a plan means
-        self._kv: dict[tuple[int, int], object] = {}  # by page and place in it
+        self._kv: dict[tuple[int, int], Any] = {}  # by page and place in it
         self._full: dict[tuple[int, int], object] = {}  # of full layers, by entry of a page table and place
         self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
         self._moving: list[PageMove] = []

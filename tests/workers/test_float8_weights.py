@@ -26,7 +26,7 @@ from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins, run_worker_on
 from motet.workers import worker_builder
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
-from motet.workers.models.layers import GatedMlp
+from motet.workers.models.layers import Attention, GatedMlp
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
 from motet.workers.wire.messages import SamplingParams
@@ -138,7 +138,7 @@ def decoder_weights(stock: Stock, degree: int) -> list[list[Float8Weight]]:
         source = Checkpoint(stock.model_path, torch.float32, CPU)
         weights = []
         for layer in load_decoder(ModelSharding(model, degree, rank), source, kernels).layers:
-            assert isinstance(layer.mlp, GatedMlp)
+            assert isinstance(layer.mlp, GatedMlp) and isinstance(layer.attention, Attention)
             attention, mlp = layer.attention, layer.mlp
             weights += [attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight]
         found.append(weights)

@@ -23,7 +23,7 @@ from motet.workers import worker_builder
 from motet.workers.device import check_weights_dtype
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import load_decoder
-from motet.workers.models.layers import GatedMlp
+from motet.workers.models.layers import Attention, GatedMlp
 from motet.workers.models.quantised_weights import QuantisedCheckpoint
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
@@ -132,7 +132,7 @@ def test_a_gang_of_two_rounds_what_each_worker_has(llama: Stock) -> None:
 def layer_weights(kernels: Kernels, source: Checkpoint, model: ModelConfig, degree: int, rank: int) -> list[Any]:
     weights = []
     for layer in load_decoder(ModelSharding(model, degree, rank), source, kernels).layers:
-        assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(layer.mlp, GatedMlp) and isinstance(layer.attention, Attention)
         attention, mlp = layer.attention, layer.mlp
         weights += [attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight]
     return weights
@@ -171,7 +171,7 @@ def test_weights_take_their_bits_and_all_else_is_as_it_was(
         source = QuantisedCheckpoint(quantised, torch.bfloat16, CPU, config.quantisation)
     decoder = load_decoder(ModelSharding(model), source, kernels)
     layer = decoder.layers[0]
-    assert isinstance(layer.mlp, GatedMlp)
+    assert isinstance(layer.mlp, GatedMlp) and isinstance(layer.attention, Attention)
     linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
     for linear in linears:
         num_out, num_in = linear.weight.num_out, linear.weight.num_in

@@ -17,6 +17,7 @@ from motet.kernels.norms import ACTIVATIONS
 from motet.workers.config import ExpertSharding
 from motet.workers.models.config import ModelConfig, sampling_defaults
 from motet.workers.models.decoder import load_decoder
+from motet.workers.models.layers import Attention
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
@@ -275,7 +276,9 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     decoder = load_decoder(ModelSharding(config), checkpoint(tmp_path))
     qkv = torch.cat([whole[f"model.layers.1.self_attn.{n}_proj.weight"] for n in "qkv"])
-    torch.testing.assert_close(decoder.layers[1].attention.qkv.weight, qkv)
+    attention = decoder.layers[1].attention
+    assert isinstance(attention, Attention)
+    torch.testing.assert_close(attention.qkv.weight, qkv)
     assert decoder.head is not decoder.embedding
 
 

@@ -400,7 +400,9 @@ class Decoder:
 
 def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: torch.dtype) -> None:
     """How many of the layers' linears have weights of four or eight bits in memory."""
-    linears = [linear for layer in layers for linear in (layer.attention.qkv, layer.attention.output)]
+    mixers = [layer.attention for layer in layers]
+    linears = [mixer.qkv if isinstance(mixer, Attention) else mixer.inputs for mixer in mixers]
+    linears += [mixer.output for mixer in mixers]
     linears += [
         linear for layer in layers if isinstance(layer.mlp, GatedMlp) for linear in (layer.mlp.gate_up, layer.mlp.down)
     ]
