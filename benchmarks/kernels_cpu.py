@@ -38,7 +38,7 @@ from motet.kernels.backend import Kernels, Linear, LinearWeight, native_kernels,
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.native import onednn_linear
 from motet.kernels.native.build import load_library
-from motet.kernels.norms import ACTIVATIONS
+from motet.kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from motet.kernels.sampling import Draw, DrawParams
 from motet.workers.execution.device_rows import make_inputs
 from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
@@ -246,6 +246,9 @@ class LoraBench:
         return call
 
 
+CLAMPED = ClampedSwiglu(1.702, 7.0)
+
+
 def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) -> None:
     """Norms, activations and linears."""
     native, twin, weight = bench.native, bench.twin, torch.ones(shape.hidden, dtype=torch.bfloat16)
@@ -258,8 +261,9 @@ def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) 
         "add + norm": (lambda: native.add_rms_norm(x, x, weight, 1e-5), lambda: twin.add_rms_norm(x, x, weight, 1e-5)),
         "linear": (lambda: native.linear(x, packed, None), lambda: linear(x, matrix)),
     }
-    for activation in ACTIVATIONS:
-        pairs[f"{activation} * mul"] = (
+    activations: dict[str, Activation] = {**{name: name for name in ACTIVATIONS}, "clamped_swiglu": CLAMPED}
+    for name, activation in activations.items():
+        pairs[f"{name} * mul"] = (
             partial(native.gated, gate_up, activation),
             partial(twin.gated, gate_up, activation),
         )

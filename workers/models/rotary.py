@@ -51,6 +51,7 @@ def query_scales(options: Mapping[str, float], num_positions: int) -> torch.Tens
 
 
 def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Computed in transformers' order: another last bit of a frequency is 3e-4 of an angle at position 4,000."""
     plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if config.kind == NO_ROTARY:
         return torch.zeros_like(plain), 1.0
@@ -66,9 +67,9 @@ def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, flo
 def _llama3(plain: torch.Tensor, options: Mapping[str, float]) -> torch.Tensor:
     """Llama 3.1: long waves are stretched by `factor`, short waves are kept, waves between are interpolated."""
     low, high = options["low_freq_factor"], options["high_freq_factor"]
-    waves_in_context = options["original_max_position_embeddings"] * plain / (2 * math.pi)
+    waves_in_context = options["original_max_position_embeddings"] / (2 * math.pi / plain)
     plain_share = ((waves_in_context - low) / (high - low)).clamp(0, 1)
-    return plain * plain_share + plain / options["factor"] * (1 - plain_share)
+    return (1 - plain_share) * plain / options["factor"] + plain_share * plain
 
 
 def _longrope(config: RotaryConfig, num_rotated: int, num_positions: int) -> tuple[torch.Tensor, float]:
@@ -97,7 +98,8 @@ def _yarn(plain: torch.Tensor, config: RotaryConfig, head_dim: int) -> tuple[tor
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = plain / factor * ramp + plain * (1 - ramp)
+    kept, wavelengths = 1 - ramp, config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / (factor * wavelengths) * (1 - kept) + plain * kept
 
     def amplitude_of(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
