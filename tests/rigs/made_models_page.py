@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from motet.adapters.adapter import RECURRENT_MODULES
 from motet.workers.models.families import FAMILIES, WRAPPERS, Family
 
 _BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -41,7 +42,8 @@ def _lora(family: Family) -> str:
         return "q, k, v, o, and gate, up, down of each expert"
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
     names = dict.fromkeys(whole.get(name, name) for name in _LINEARS)
-    return ", ".join(name.removesuffix("_proj") for name in names)
+    recurrent = RECURRENT_MODULES if family.recurrent else ()
+    return ", ".join((*(name.removesuffix("_proj") for name in names), *recurrent))
 
 
 if __name__ == "__main__":
