@@ -27,14 +27,14 @@ class NativeGatedDelta:
         """See `gated_delta.GatedDeltaKernel`."""
         assert x.shape[1] == layer.width, "x is q | k | v | z | b | a"
         assert x.dtype == pool.dtype == self._dtype, "x and the pool have the kernels' dtype"
-        known = self._tables.get(state)
-        if known is None or known[0] is not layer:
-            known = self._tables[state] = (layer, LayerTable(layer, state))
+        entry = self._tables.get(state)
+        if entry is None or entry[0] is not layer:
+            entry = self._tables[state] = (layer, LayerTable(layer, state))
         x = x if x.stride(1) == 1 else x.contiguous()
         out = x.new_empty(len(x), layer.num_value_heads * layer.value_dim)
         states = BatchTable(batch, pool, len(x))
         self._kernel(
-            known[1].address,
+            entry[1].address,
             states.address,
             x.data_ptr(),
             x.stride(0),

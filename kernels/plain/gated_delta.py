@@ -35,8 +35,8 @@ def gated_delta(
             rows = rows[:, None] + torch.arange(length, device=x.device)
             source, is_fresh = batch.source[chosen].long(), batch.is_fresh[chosen]
             before = states.read(torch.where(is_fresh[:, None], 0, source), is_fresh)
-            found, after = _advance(x[rows], layer, before)
-            out[rows] = found
+            outputs, after = _advance(x[rows], layer, before)
+            out[rows] = outputs
             states.write(batch.target[chosen].long(), after)
     return out
 
@@ -46,7 +46,7 @@ class _State:
     """A layer's state of some sequences."""
 
     heads: torch.Tensor  # [num_sequences, num_value_heads, key_dim, value_dim] float32
-    kept: torch.Tensor  # [num_sequences, num_kept, channels] of the pool's dtype
+    last_inputs: torch.Tensor  # [num_sequences, num_kept, channels] of the pool's dtype
 
 
 class _States:
@@ -57,19 +57,19 @@ class _States:
         self._pages = pool.flatten(1)
         self._floats = self._pages.view(torch.float32)
         self._state, self._shape = state, (layer.key_dim, layer.value_dim)
-        self._kept = (layer.num_kept, layer.num_channels)
+        self._inputs_shape = (layer.num_kept, layer.num_channels)
 
     def read(self, pages: torch.Tensor, is_fresh: torch.Tensor) -> _State:
         """Of `pages` `[num_sequences, num_state_pages]`; zeros of fresh ones."""
         heads = [place.index_select(0, pages[:, page]) for page, place in self._heads()]
         all_heads = torch.stack(heads, 1).masked_fill(is_fresh[:, None, None], 0).unflatten(2, self._shape)
-        kept = self._conv().index_select(0, pages[:, self._state.conv_page])
-        return _State(all_heads, kept.masked_fill(is_fresh[:, None], 0).unflatten(1, self._kept))
+        last_inputs = self._conv().index_select(0, pages[:, self._state.conv_page])
+        return _State(all_heads, last_inputs.masked_fill(is_fresh[:, None], 0).unflatten(1, self._inputs_shape))
 
     def write(self, pages: torch.Tensor, state: _State) -> None:
         for (page, place), content in zip(self._heads(), state.heads.flatten(2).unbind(1), strict=True):
             place.index_copy_(0, pages[:, page], content)
-        self._conv().index_copy_(0, pages[:, self._state.conv_page], state.kept.flatten(1))
+        self._conv().index_copy_(0, pages[:, self._state.conv_page], state.last_inputs.flatten(1))
 
     def _heads(self) -> list[tuple[int, torch.Tensor]]:
         """For each head, which of a state's pages has it, and its place in all pages of the pool."""
@@ -78,7 +78,7 @@ class _States:
 
     def _conv(self) -> torch.Tensor:
         offset = self._state.conv_offset
-        return self._pages[:, offset : offset + self._kept[0] * self._kept[1]]
+        return self._pages[:, offset : offset + self._inputs_shape[0] * self._inputs_shape[1]]
 
 
 def _advance(x: torch.Tensor, layer: GatedDelta, state: _State) -> tuple[torch.Tensor, _State]:
@@ -88,7 +88,7 @@ def _advance(x: torch.Tensor, layer: GatedDelta, state: _State) -> tuple[torch.T
     num_keys, num_values = layer.num_key_heads * layer.key_dim, layer.num_value_heads * layer.value_dim
     parts = [layer.num_channels, num_values, layer.num_value_heads, layer.num_value_heads]
     mixed, z, b, a = x.split(parts, dim=2)
-    inputs = torch.cat([state.kept, mixed], 1)
+    inputs = torch.cat([state.last_inputs, mixed], 1)
     wide, convolved = inputs.float(), torch.zeros_like(mixed, dtype=torch.float32)
     for place, tap in enumerate(layer.taps):
         convolved += wide[:, place : place + length] * tap
@@ -99,13 +99,13 @@ def _advance(x: torch.Tensor, layer: GatedDelta, state: _State) -> tuple[torch.T
     v = v.unflatten(2, value_heads)
     beta = b.sigmoid().float()
     factor = (layer.decay * softplus(a.float() + layer.dt_bias)).exp()
-    heads, found = state.heads, torch.empty_like(v)
+    heads, outputs = state.heads, torch.empty_like(v)
     for row in range(length):
         heads = heads * factor[:, row, :, None, None]
         d = (v[:, row] - (heads * k[:, row, :, :, None]).sum(2)) * beta[:, row, :, None]
         heads = heads + k[:, row, :, :, None] * d[:, :, None]
-        found[:, row] = (heads * q[:, row, :, :, None]).sum(2)
-    wide = found.to(x.dtype).float()
+        outputs[:, row] = (heads * q[:, row, :, :, None]).sum(2)
+    wide = outputs.to(x.dtype).float()
     normed = (wide * (wide.square().mean(-1, keepdim=True) + layer.eps).rsqrt()).to(x.dtype)
     weighted = (normed.float() * layer.norm).to(x.dtype)
     gated = (weighted.float() * silu(z.unflatten(2, value_heads).float())).to(x.dtype)

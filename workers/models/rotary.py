@@ -98,8 +98,8 @@ def _yarn(plain: torch.Tensor, config: RotaryConfig, head_dim: int) -> tuple[tor
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    kept, wavelengths = 1 - ramp, config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    frequencies = 1.0 / (factor * wavelengths) * (1 - kept) + plain * kept
+    own_share, wavelengths = 1 - ramp, config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    frequencies = 1.0 / (factor * wavelengths) * (1 - own_share) + plain * own_share
 
     def amplitude_of(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
