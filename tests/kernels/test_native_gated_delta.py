@@ -23,7 +23,8 @@ from motet.workers.execution.device_rows import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan, packed
 
 # Of float32 by rounding alone; a value at the border of two of bfloat16 may be rounded to either, at each step.
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# The norm over a head of small numbers enlarges what sums in another order differ by.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
 @settings(deadline=None, max_examples=EXAMPLES)
