@@ -278,6 +278,7 @@ def _info(config: EngineConfig, geometry: PoolGeometry, kernels: str, device: st
         block_size=geometry.block_size,
         num_pages=geometry.num_pages,
         page_bytes=geometry.page_bytes,
+        num_state_pages=geometry.state.num_pages,
         num_threads=config.num_threads,
         is_fair=config.scheduling == "fair",
         max_num_sequences=min(config.max_num_sequences, config.max_tokens_per_step),

@@ -271,6 +271,7 @@ def costs(
         gang_weights_bytes,
         kv_bytes_of_a_token,
         model_size,
+        state_bytes_of_a_sequence,
         step_operations,
     )
     from ...workers.models.config import ModelConfig
@@ -304,6 +305,8 @@ def costs(
         f"{size.num_parameters / 1e9:.2f}B parameters, {facts['weights_bytes'] / 1e9:.2f} GB in 16 bits; a token "
         f"computes {size.flops_of_a_token / 1e9:.2f} GFLOP and keeps {facts['kv_bytes_of_a_token']} bytes of KV"
     )
+    if state_bytes := state_bytes_of_a_sequence(config):
+        click.echo(f"each sequence has a recurrent state of {state_bytes / 1e6:.2f} MB")
     click.echo(f"{device.name}: {device.flops_per_s / 1e12:.4g} TFLOP/s, {device.bytes_per_s / 1e9:.4g} GB/s\n")
     click.echo(f"{'operation':18} {'GFLOP':>12} {'GB':>9} {'network GB':>11} {'ms':>9}")
     for row, operation in zip(rows, operations, strict=True):

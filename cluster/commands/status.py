@@ -79,6 +79,7 @@ IN_OTHER_WORDS = {
     "max_num_sequences": "sequences at once, at most",
     "max_tokens_per_step": "tokens of a step, at most",
     "is_fair": "fair order",
+    "num_state_pages": "pages of a sequence's recurrent state",
     "reasons": "why these sizes",
 }
 
@@ -135,6 +136,8 @@ def _gang(gang: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in gang.items():
         if key == "block_size" and "page_bytes" in gang:
             facts["page"] = f"{value} tokens, {format_byte_size(gang['page_bytes'])}"
+        elif key == "num_state_pages" and not value:
+            continue
         elif key not in LEFT_OUT and not (key == "page_bytes" and "block_size" in gang):
             facts[key] = value
     return facts

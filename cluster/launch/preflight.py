@@ -14,6 +14,7 @@ from ...workers.device_probe import probe_device
 from ...workers.machine_memory import usable_memory_bytes
 from ...workers.models.config import ModelConfig, sampling_defaults
 from ...workers.models.sharding import ModelSharding
+from ...workers.models.state_places import state_places
 from ...workers.models.weights import open_checkpoint
 from ...workers.window_pages import kept_window, most_pages
 from ..config import MotetConfig
@@ -53,6 +54,10 @@ def check_sizes(config: MotetConfig) -> list[str]:
         raise ConfigError("--tensor-parallel", degree, str(error)) from error
     element_bytes = PAGE_DTYPES[serving.dtype].itemsize
     page_bytes = model.num_layers * sharding.slab(block_size, serving.kv_dtype, element_bytes) * element_bytes
+    try:
+        num_state_pages = state_places(sharding, page_bytes, element_bytes).num_pages
+    except ValueError as error:
+        raise ConfigError("--block-size", block_size, str(error)) from error
     pool_bytes = config.memory.pool_bytes
     if serving.weights_dtype != "dtype" and model.experts is not None:
         raise ConfigError("--weights-dtype", serving.weights_dtype, EIGHT_BITS_EXPERTS)
@@ -87,10 +92,11 @@ def check_sizes(config: MotetConfig) -> list[str]:
         return warnings  # a GPU's free memory is known once the model is loaded
     num_pages = pool_bytes // page_bytes
     window = kept_window(model.window, serving.device)
-    num_needed = most_pages(length, block_size, window, limits.max_tokens_per_step, model.full_layers)
+    num_needed = most_pages(length, block_size, window, limits.max_tokens_per_step, model.full_layers) + num_state_pages
     if num_pages < num_needed:
+        num_tokens = max(0, num_pages - num_state_pages) * block_size
         warnings.append(
-            f"the pool holds {num_pages * block_size} tokens and the context has {length}: longer requests are "
+            f"the pool holds {num_tokens} tokens and the context has {length}: longer requests are "
             f"refused; --pool-bytes {num_needed * page_bytes} holds a whole one, without its adapter"
         )
     return warnings

@@ -26,6 +26,7 @@ from ...workers.costs.operations import (
     StepBatch,
     gang_weights_bytes,
     kv_bytes_of_a_token,
+    state_bytes_of_a_sequence,
     step_operations,
 )
 from ...workers.costs.replay import MOST_TOKENS, TracedRequest
@@ -280,6 +281,7 @@ class GangCapacity:
         interval_s = self._mean_times(max(1.0, peak), prompts * max(1.0, peak) / computed)[0]
         requests_per_s = arrivals / step_s
         kv_bytes = peak * (self._context + BLOCK_SIZE / 2) * kv_bytes_of_a_token(self.model, degree=self.degree)
+        kv_bytes += peak * state_bytes_of_a_sequence(self.model)
         used_bytes = traffic.adapters.num_used(max(1.0, peak)) * self.adapter_bytes  # of one sequence, if any runs
         room = self.pool_bytes * (1 - _KEPT_PAGES)
         resident = max(0.0, room - kv_bytes) / self.adapter_bytes

@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from ...workers.costs.devices import DEVICES, Device
-from ...workers.costs.operations import kv_bytes_of_a_token, model_size
+from ...workers.costs.operations import kv_bytes_of_a_token, model_size, state_bytes_of_a_sequence
 from ...workers.models.config import ModelConfig
 
 # MIG: the profiles of a GPU, where each may lie, and every way to cut the GPU whole.
@@ -173,7 +173,7 @@ class ModelDemand:
     @staticmethod
     def of(name: str, model: ModelConfig, users: int, context: int, objective_s: float = 0.05) -> ModelDemand:
         size = model_size(model)
-        kv_bytes = kv_bytes_of_a_token(model)
+        kv_bytes = kv_bytes_of_a_token(model) + state_bytes_of_a_sequence(model) // context
         return ModelDemand(name, size.weights_bytes(), kv_bytes, size.flops_of_a_token, users, context, objective_s)
 
     def token_s(self, device: Device, users: int) -> float:

@@ -336,6 +336,15 @@ def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None, degr
     return kv_copies(model, degree) * len(model.kv_layers) * (formats or Formats()).kv_bytes(model)
 
 
+def state_bytes_of_a_sequence(model: ModelConfig, element_bytes: int = 2) -> int:
+    """Of its recurrent states in all layers, on all workers of a gang; 0: the base has none."""
+    recurrent = model.recurrent
+    if recurrent is None:
+        return 0
+    state = 4 * recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
+    return len(model.recurrent_layers) * (state + (recurrent.kernel - 1) * recurrent.num_channels * element_bytes)
+
+
 def attention_flops(model: ModelConfig, context: int) -> int:
     """Of one token that sees so many, itself included."""
     seen = sum(min(context, window or context) for window in _attention_windows(model))

@@ -20,7 +20,7 @@ from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
 from ..decoding.prompt_scoring import PoolingUnderWay, ScoredRows, ScoresUnderWay, most_rows
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
-from ..memory.page_arrays import PoolGeometry, kv_layers
+from ..memory.page_arrays import PoolGeometry, kv_layers, layer_states
 from ..models.decoder import Decoder
 from ..models.layers import Attention, ForwardContext
 from ..models.passes import in_turn
@@ -103,8 +103,8 @@ class Runner:
         self._pool, self._geometry = pool, geometry
         self._layout, self._rotary, self._kv = layout, rotary, kv_layers(pool, geometry)
         self._tables = AdapterTables(kernels, layout, most_pages, pool.device)
-        states = geometry.state.layers
-        self._step = prepare_step(decoder, kernels, parallel, pool, rotary, self._kv, states)  # None: one by one
+        self._states = layer_states(geometry)
+        self._step = prepare_step(decoder, kernels, parallel, pool, rotary, self._kv, self._states)  # None: one by one
         self._paged_adapters: dict[str, tuple[Residence, PagedAdapter]] = {}  # adapters of the last plan, by digest
         # Of the last step with any, or of its two nano-batches.
         self._adapters: list[tuple[tuple[LoraSegment, ...], StepAdapters | None]] = [((), None)] * 2
@@ -394,7 +394,7 @@ class Runner:
             self._rotary,
             self._kv,
             states,
-            self._geometry.state.layers,
+            self._states,
         )
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...], part: int = 0) -> StepAdapters | None:

@@ -19,14 +19,15 @@ import torch
 
 from ...kernels.attention import LayerKV
 from ...kernels.float8_kv import float8_view
+from ...kernels.gated_delta import LayerState
 from ...kernels.huge_pages import zeros_in_huge_pages
 from ...kernels.pages import copy_runs, read_pages, write_pages
 from ...kernels.pinned_zeros import pinned_zeros
 from ..config import KVDtype
 from ..models.config import slab_of_head
 from ..models.sharding import ModelSharding
+from ..models.state_places import NO_STATE, StatePlaces, state_places
 from ..window_pages import FullLayers
-from .state_pages import NO_STATE, StateLayout, state_layout
 
 # A worker's one tensor of pages, for KV and adapters.
 
@@ -46,7 +47,7 @@ class PoolGeometry:
     kv_dtype: KVDtype = "dtype"  # "dtype": the pool's own
     full_layers: FullLayers | None = None  # page tables have numbers of slabs; None: of pages, and layers are in order
     num_kv_layers: int | None = None  # layers with KV, side by side in a page, where others have a state; None: all
-    state: StateLayout = NO_STATE
+    state: StatePlaces = NO_STATE
 
     @property
     def page_bytes(self) -> int:
@@ -70,7 +71,7 @@ def pool_of(
     config, slab = sharding.config, sharding.slab(block_size, kv_dtype, dtype.itemsize)
     kv = (sharding.num_kv_heads, config.head_dim)
     num_kv_layers = None if config.recurrent is None else len(config.kv_layers)
-    state = state_layout(sharding, config.num_layers * slab, dtype)
+    state = state_places(sharding, config.num_layers * slab * dtype.itemsize, dtype.itemsize)
     return PoolGeometry(
         num_pages,
         config.num_layers,
@@ -120,6 +121,19 @@ def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]
     if geometry.kv_dtype == "float8":
         return tuple(float8_view(layer, *shape) for layer in layers)
     return tuple(layer.unflatten(1, (2, *shape)) for layer in layers)
+
+
+def layer_states(geometry: PoolGeometry) -> tuple[LayerState, ...]:
+    """Where states lie, as kernels read it, by layer with a recurrent state."""
+    return tuple(
+        LayerState(
+            torch.tensor([page for page, _ in layer.heads], dtype=torch.int32),
+            torch.tensor([start // torch.float32.itemsize for _, start in layer.heads], dtype=torch.int32),
+            layer.inputs[0],
+            layer.inputs[1] // geometry.dtype.itemsize,
+        )
+        for layer in geometry.state.layers
+    )
 
 
 # Pinned pages of host memory, allocated once when a worker starts.

@@ -111,7 +111,13 @@ class ModelSharding:
         """Inputs and outputs of each linear of a dense layer, as this worker multiplies it."""
         dim, hidden = self.config.head_dim, self.config.hidden_size
         query, kv, width = ((stop - start) for start, stop in (self.heads, self.kv_heads, self.intermediate))
-        return (hidden, (query + 2 * kv) * dim), (query * dim, hidden), (hidden, 2 * width), (width, hidden)
+        gates = query if self.config.family.gated_attention else 0
+        linears = (hidden, (query + gates + 2 * kv) * dim), (query * dim, hidden), (hidden, 2 * width), (width, hidden)
+        if self.config.recurrent is None:
+            return linears
+        *inputs, output = self.config.recurrent.modules(hidden).values()
+        num_out = sum(num_out for _, num_out in inputs) // self.degree
+        return *linears, (hidden, num_out), (output[0] // self.degree, hidden)
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer of this worker; see `slab_of_head`.

@@ -350,6 +350,7 @@ class GangInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens_per_step: int = 0
     is_fair: bool = False  # the tenant served least goes first, and frames say what each tenant was served
     reasons: dict[str, str] = {}  # why sizes are as they are, by setting, for people to read
+    num_state_pages: int = 0  # that a sequence's recurrent state takes; 0: the base has none
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
