@@ -15,12 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from math import gcd
 from typing import Literal, NamedTuple
 from zlib import crc32
-
-import numpy as np
-import numpy.typing as npt
 
 from ..adapter import MODULES, RECURRENT_MODULES, BaseShape, family_of_module, named_experts
 
@@ -116,21 +114,22 @@ class AdapterLayout:
         outputs = (self.sharding.outputs.get(module, (0, num_out)),)
         return ModulePart(inputs, self.sharding.pieces.get(module, outputs))
 
-    def output_order(self, module: str) -> npt.NDArray[np.intp] | None:
+    def output_order(self, module: str) -> list[int] | None:
         """Which outputs of the module the rows of its B are, in order; None: those of its one part as they stand."""
         outputs, shape = self.part(module).outputs, self.shape
         is_ordered = bool(shape.head_order) and module in ("q_proj", "k_proj")
         is_gated = shape.gated_head_dim is not None and module == "q_proj"
         if len(outputs) == 1 and not is_ordered and not is_gated:
             return None
-        rows = np.concatenate([np.arange(*part) for part in outputs])
-        gates = rows[:0]
+        rows, gates = [row for part in outputs for row in range(*part)], list[int]()
         if is_gated:
-            heads = rows.reshape(-1, 2, shape.gated_head_dim or 0)
-            rows, gates = heads[:, 0].reshape(-1), heads[:, 1].reshape(-1)
+            dim = shape.gated_head_dim or 0
+            heads = [rows[start : start + dim] for start in range(0, len(rows), dim)]  # a head, then its gate
+            rows, gates = [*chain(*heads[::2])], [*chain(*heads[1::2])]
         if is_ordered:
-            rows = rows.reshape(-1, len(shape.head_order))[:, shape.head_order].reshape(-1)
-        return np.concatenate([gates, rows])
+            dim = len(shape.head_order)
+            rows = [rows[start + row] for start in range(0, len(rows), dim) for row in shape.head_order]
+        return gates + rows
 
     def offsets(self, module_ranks: Mapping[str, int]) -> dict[str, ModuleOffsets]:
         """Offsets of the present modules, of each expert its own, in packing order."""

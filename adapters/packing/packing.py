@@ -70,7 +70,9 @@ def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]
     for name, at in layout.offsets(content.module_ranks).items():
         module = family_of_module(name)
         part = layout.part(module)
-        yield _Placed(name, part, at, at.b + at.rank * part.widths[1], layout.output_order(module))
+        order = layout.output_order(module)
+        outputs = None if order is None else np.array(order, np.intp)
+        yield _Placed(name, part, at, at.b + at.rank * part.widths[1], outputs)
 
 
 def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:

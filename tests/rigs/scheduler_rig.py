@@ -180,7 +180,7 @@ class Worker:
         layers = self.limits.full_layers
         filling = {*s._prefixes._copied_from}  # dense pages among these: by a plan that has not ended
         for key, page in s.memory.prefixes._pages.items():
-            if self._kv[page, 0][0] == "state":
+            if self.limits.num_state_pages and self._kv[page, 0][0] == "state":
                 self._check_state(key, (page, *s.memory.prefixes._entries[page].more_pages))
             elif layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
                 resident.append((key, self._read_page("device", page)))

@@ -303,17 +303,19 @@ def model_size(model: ModelConfig) -> ModelSize:
         always = hidden * experts.num_experts + 3 * hidden * shared + (hidden if shared else 0)
         per_expert = 3 * hidden * experts.intermediate_size
         sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
+        if model.family.experts is not None and model.family.experts.are_fused:  # with biases, and the router too
+            sparse += experts.num_experts * (2 * experts.intermediate_size + hidden + 1)
     num_dense = layers - num_sparse
     embedding = model.vocab_size * hidden
     num_attention = len(model.kv_layers)
     norms = layers * hidden * (4 if model.family.post_norms else 2) + hidden
     norms += num_attention * 2 * dim * model.family.qk_norm
     all_products, recurrent = num_attention * products, model.recurrent
-    small = 0  # weights of what is no linear
+    small = num_attention * model.num_heads * model.family.has_sinks  # weights of what is no linear
     if recurrent is not None:
         num_recurrent = layers - num_attention
         all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
-        small = num_recurrent * (recurrent.num_channels * recurrent.kernel + 2 * recurrent.num_value_heads)
+        small += num_recurrent * (recurrent.num_channels * recurrent.kernel + 2 * recurrent.num_value_heads)
         norms += num_recurrent * recurrent.value_dim
     return ModelSize(
         embedding=embedding,
