@@ -56,7 +56,7 @@ def test_nodes_for_gangs_are_checked_for_their_device_and_others_are_not(
         check_nodes(config(tmp_path, address="auto", redis_url=redis_url, weights_dtype="float8"))
     assert str(caught.value).splitlines()[1:] == [
         f"- {name}: a gang could not start there: --weights-dtype = 'float8': weights in float8 are for GPUs of "
-        "compute capability 9.0 or more: CPUs serve those of dtype"
+        "compute capability 9.0 or more: CPUs serve those of dtype and int8"
         for name in ("a", "b")
     ]
 

@@ -25,5 +25,5 @@ def test_what_a_gang_refuses_is_one_line_of_its_log(
     (said,) = (record for record in caplog.records if record.levelno >= logging.ERROR)
     assert said.getMessage() == (
         "this gang cannot start: --weights-dtype = 'float8': weights in float8 are for GPUs of compute capability "
-        "9.0 or more: CPUs serve those of dtype"
+        "9.0 or more: CPUs serve those of dtype and int8"
     )
