@@ -4,8 +4,8 @@ A family counts if its config.json is accepted. Whether it is computed right is 
 `test_exactness.py` and `test_text_towers.py`.
 
 Then what weights of eight and four bits gain on this CPU: decodes per second of a step of one, 8 and 64 sequences over
-those in bfloat16, in turns, and the memory of the layers' weights; and the demo model's perplexity in int8 over that in
-float32.
+those in bfloat16, in turns, and the memory of the layers' weights; a step of decodes of a hybrid over that of a dense
+base that reads as many bytes; and the demo model's perplexity in int8 over that in float32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 import transformers
 from transformers.models.auto import modeling_auto
 
+from motet.benchmarks.rigs.hybrid_steps import hybrid_over_dense
 from motet.benchmarks.rigs.quantised_steps import measure
 from motet.tests.rigs.demo_perplexity import perplexity
 from motet.workers.models.config import ModelConfig
@@ -56,6 +57,7 @@ def main() -> None:
     figures = measure()
     with tempfile.TemporaryDirectory() as folder:
         before, after = (perplexity(Path(folder) / kind, 400, weights_dtype=kind) for kind in ("dtype", "int8"))
+    figures |= {f"hybrid_over_dense_{number}": round(hybrid_over_dense(number), 3) for number in (1, 8)}
     figures["int8_perplexity"] = round(after / before, 5)
     for name, figure in figures.items():
         print(f"{name:<18}{figure:g}")

@@ -39,7 +39,9 @@ def pack_by_torch(content: AdapterContent, layout: AdapterLayout) -> torch.Tenso
     for (layer, module), found in content.matrices.items():
         part, place = layout.part(module), layout.offsets(ranks)[module]
         a = as_torch(found.a)[:, slice(*part.inputs)].to(dtype).flatten()
-        scaled = as_torch(found.b)[layout.output_order(module) or slice(*part.outputs[0])].to(torch.float32) * found.scaling
+        scaled = (
+            as_torch(found.b)[layout.output_order(module) or slice(*part.outputs[0])].to(torch.float32) * found.scaling
+        )
         b = scaled.T.flatten().to(dtype)
         arrays[layer, place.a : place.a + len(a)] = a
         arrays[layer, place.b : place.b + len(b)] = b
