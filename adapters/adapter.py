@@ -29,7 +29,8 @@ def family_of_module(module: str) -> str:
 def packing_order(module: str) -> tuple[int, int]:
     """A sort key for modules, in the order in which they are packed: the place of the entry, then the expert."""
     match = _EXPERT.fullmatch(module)
-    place = (*MODULES, *RECURRENT_MODULES, *EXPERT_MODULES).index(family_of_module(module))
+    order = (*MODULES[:4], *RECURRENT_MODULES, *MODULES[4:], *EXPERT_MODULES)
+    place = order.index(family_of_module(module))
     return place, int(match[1]) if match else 0
 
 

@@ -69,6 +69,9 @@ class RandomWeights:
         scales = torch.full(zeros.shape, 0.2 * shape[1] ** -0.5)
         return QuantisedWeight(codes, "uint4", scales, zeros.float(), GROUP)
 
+    def __contains__(self, name: str) -> bool:
+        return False
+
     def has_other_head(self) -> bool:
         return False
 

@@ -46,6 +46,8 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -54,6 +56,7 @@ from transformers import (
     SmolLM3Config,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
 from motet.adapters.adapter import RECURRENT_MODULES
 
@@ -240,6 +243,19 @@ VARIANTS: Mapping[str, Variant] = {
             linear_value_head_dim=20,
         )
     ),
+    "qwen3_5_moe": Variant(
+        lambda: Qwen3_5MoeTextConfig(
+            **{key: value for key, value in SHAPE.items() if key != "intermediate_size"},
+            **EXPERTS,
+            shared_expert_intermediate_size=56,
+            head_dim=16,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=4,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+        )
+    ),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -316,6 +332,22 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         },
         vision_config={**QWEN_VISION, "num_position_embeddings": 16},
         tie_word_embeddings=True,
+        **QWEN_TOKENS,
+    ),
+    "qwen3_5_moe_vision": lambda: Qwen3_5MoeConfig(
+        text_config={
+            **{key: value for key, value in WRAPPED_TEXT.items() if key != "intermediate_size"},
+            **EXPERTS,
+            "shared_expert_intermediate_size": 24,
+            "head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+        },
+        vision_config={**QWEN_VISION, "num_position_embeddings": 16},
+        tie_word_embeddings=False,
         **QWEN_TOKENS,
     ),
     "qwen3_vl": lambda: Qwen3VLConfig(
@@ -621,6 +653,7 @@ def exact_delta_rule(
 
 
 modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
+modeling_qwen3_5_moe.torch_chunk_gated_delta_rule = exact_delta_rule
 
 
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES, BaseShape, ExpertShape
+from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES, BaseShape, ExpertShape, packing_order
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ..config import KVDtype
 from ..window_pages import FullLayers
@@ -187,21 +187,27 @@ class ModelConfig:
         }
         experts, names = self.experts, self.family.experts
         if experts is None or names is None:
-            return BaseShape(
-                self.num_layers,
-                attn | ({} if self.recurrent is None else self.recurrent.modules(hidden)) | dense,
-                fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
-                head_order=self.head_order,
-                gated_head_dim=self.head_dim if gated else None,
-                recurrent_layers=self.recurrent_layers,
-                is_wrapped=self.is_wrapped,
-            )
+            return self._shape_of(attn | dense)
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
         called = {gate: names.gate, up: names.up, down: names.down}
         shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters=names.are_fused)
-        return BaseShape(self.num_layers, attn | sparse, shape)
+        return self._shape_of(attn | sparse, shape)
+
+    def _shape_of(self, modules: dict[str, tuple[int, int]], experts: ExpertShape | None = None) -> BaseShape:
+        """`modules`: without those of layers with a recurrent state."""
+        recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
+        return BaseShape(
+            self.num_layers,
+            dict(sorted((modules | recurrent).items(), key=lambda item: packing_order(item[0]))),
+            experts,
+            fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
+            head_order=self.head_order,
+            gated_head_dim=self.head_dim if self.family.gated_attention else None,
+            recurrent_layers=self.recurrent_layers,
+            is_wrapped=self.is_wrapped,
+        )
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

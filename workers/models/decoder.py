@@ -185,7 +185,12 @@ class _LayerLoader:
         assert config is not None
         assert names is not None
         hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
-        gate_up, down = self._fused_experts(names) if names.are_fused else self._single_experts(names)
+        if names.are_fused:
+            gate_up, down = self._fused_experts(names)
+        elif f"{self.prefix}{names.block}.experts.gate_up_proj" in self._checkpoint:
+            gate_up, down = self._stacked_experts(names)
+        else:
+            gate_up, down = self._single_experts(names)
         router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.are_fused else {}
         return ExpertMlp(
             router=self._pack(self._rows(router, hidden, config.num_experts, None)),
@@ -217,6 +222,25 @@ class _LayerLoader:
                 for name in (names.gate, names.up):
                     self._rows(path + name, hidden, width, (0, 0))
                 self._rows(path + names.down, width, hidden, (0, 0))
+        return gate_up, down
+
+    def _stacked_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The same of files where a layer's experts are one tensor, as transformers holds them."""
+        config = self._config.experts
+        assert config is not None
+        hidden, width = self._config.hidden_size, config.intermediate_size
+        (first, stop), part = self._sharding.experts, slice(*self._sharding.expert_features)
+        gate_up, down = [], []
+        for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width))):
+            path = f"{self.prefix}{names.block}.experts.{name}"
+            self._checkpoint.split(path, {f"{path}.{expert}": 1 for expert in range(config.num_experts)})
+            for expert in range(config.num_experts):
+                rows = (0, 1 if first <= expert < stop else 0)  # of another worker's the shape is checked
+                for weight in self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows):
+                    if name == "down_proj":
+                        down.append(weight[:, part])
+                    else:
+                        gate_up.append(torch.cat((weight[:width][part], weight[width:][part])))
         return gate_up, down
 
     def _fused_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

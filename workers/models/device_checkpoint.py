@@ -316,6 +316,9 @@ class DeviceCheckpoint:
     ) -> None:
         """None: these files have no weights of few bits."""
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
     def has_other_head(self) -> bool:
         return has_other_head(self._folder)
 

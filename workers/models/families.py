@@ -124,6 +124,30 @@ _GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_pr
 
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
+_QWEN3_5 = Family(
+    "qwen3_5",
+    "qwen3_5_text",
+    _COMMON
+    | {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "attention_bias": False,
+        "layer_types": None,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    qk_norm=True,
+    norm_offset=1.0,
+    rotated_share=0.25,
+    recurrent=True,
+    gated_attention=True,
+    reads_wrapped=True,
+)
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", "llama", _COMMON | _BIASES),
     "MistralForCausalLM": Family(
@@ -362,28 +386,23 @@ FAMILIES = {
         local_rope_theta=10_000.0,
         linear_is_in_context=True,
     ),
-    "Qwen3_5ForCausalLM": Family(
-        "qwen3_5",
-        "qwen3_5_text",
-        _COMMON
-        | {
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "attention_bias": False,
-            "layer_types": None,
-            "full_attention_interval": 4,
-            "linear_conv_kernel_dim": 4,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5MoeForCausalLM": replace(
+        _QWEN3_5,
+        name="qwen3_5_moe",
+        model_type="qwen3_5_moe_text",
+        defaults={
+            **_QWEN3_5.defaults,
+            "num_key_value_heads": 2,
+            "intermediate_size": 1,  # no layer has a dense MLP
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
         },
-        qk_norm=True,
-        norm_offset=1.0,
-        rotated_share=0.25,
-        recurrent=True,
-        gated_attention=True,
-        reads_wrapped=True,
+        computes={"norm_topk_prob": True, "mlp_only_layers": []},
+        experts=_QWEN_EXPERTS,
+        always_normalized=True,
     ),
 }
 
@@ -434,6 +453,7 @@ WRAPPERS = {
         "qwen2_5_vl", replace(_QWEN2_VL, model_type="qwen2_5_vl_text"), may_be_flat=True, has_axes=True
     ),
     "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", FAMILIES["Qwen3_5ForCausalLM"]),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper("qwen3_5_moe", FAMILIES["Qwen3_5MoeForCausalLM"]),
     "Qwen3VLForConditionalGeneration": Wrapper(
         "qwen3_vl",
         replace(

@@ -53,6 +53,9 @@ class WeightSource(Protocol):
     ) -> QuantisedWeight | None:
         """The same of a weight that the file has in few bits; None: it has it in 16 or 32, and it is not taken."""
 
+    def __contains__(self, name: str) -> bool:
+        """The model has a tensor of this name that no part of it took yet."""
+
     def has_other_head(self) -> bool:
         """Whether the model was saved with a head that is not its embedding. Reads both."""
 
