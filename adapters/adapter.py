@@ -49,9 +49,8 @@ class ExpertShape:
     layers: tuple[int, ...]
     block: str  # the name of the mixture of experts within a layer
     names: Mapping[str, str]  # by entry of EXPERT_MODULES
-    # They are no modules but two parameters of the layer, which `target_parameters` alone can name; outputs of the
-    # first are those of gate and of up in turn.
-    are_parameters: bool = False
+    are_parameters: bool = False  # of the layer, and no modules: `target_parameters` alone can name them
+    takes_turns: bool = False  # outputs of the first parameter are those of gate and of up in turn
 
 
 @dataclass(frozen=True)

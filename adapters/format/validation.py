@@ -39,7 +39,8 @@ FUSED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 _PATH = "mlp.experts"  # of every family, Mixtral's included
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.model\.layers\.(?P<layer>0|[1-9][0-9]{0,5})\.mlp\.experts(?P<inner>\.base_layer)?"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
+    r"\.mlp\.experts(?P<inner>\.base_layer)?"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 
@@ -149,7 +150,7 @@ def split_experts(
     num_experts = shape.experts.num_experts
     by_expert = b.reshape(len(b), target.rank, num_experts)
     names = FUSED_PARAMETERS[parameter]
-    takes_turns = shape.experts.are_parameters and len(names) > 1
+    takes_turns = shape.experts.takes_turns and len(names) > 1
     matrices_by_module = {}
     for expert in range(num_experts):
         own_a = a[expert * target.rank : (expert + 1) * target.rank]

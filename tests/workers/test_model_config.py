@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, Ministral3Config, PreTrainedConfig
 
 from motet.adapters.adapter import EXPERT_MODULES, MODULES
 from motet.kernels.norms import ACTIVATIONS
+from motet.tests.rigs.oracle import write_model
 from motet.workers.config import ExpertSharding
 from motet.workers.models.config import ModelConfig, sampling_defaults
 from motet.workers.models.decoder import load_decoder
-from motet.workers.models.layers import Attention
+from motet.workers.models.layers import Attention, ExpertMlp
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
@@ -442,3 +444,28 @@ def test_sampling_defaults_that_no_request_could_have_are_refused(
     (tmp_path / "generation_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(ValueError, match=re.escape(f"{key} = {value!r}: {accepted}")):
         sampling_defaults(tmp_path)
+
+
+def test_experts_lie_in_one_tensor_or_one_by_one(tmp_path: Path) -> None:
+    whole = write_model("qwen3_5_moe", tmp_path / "many")
+    stored = load_file(whole / "model.safetensors")
+    num_experts = 1 + max(int(found[1]) for name in stored if (found := re.search(r"experts\.(\d+)\.", name)))
+    stacked = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+    for block in {name.partition(".experts.")[0] for name in stored if ".experts." in name}:
+        weights = {
+            kind: torch.stack([stored[f"{block}.experts.{expert}.{kind}.weight"] for expert in range(num_experts)])
+            for kind in ("gate_proj", "up_proj", "down_proj")
+        }
+        stacked[f"{block}.experts.gate_up_proj"] = torch.cat([weights["gate_proj"], weights["up_proj"]], dim=1)
+        stacked[f"{block}.experts.down_proj"] = weights["down_proj"]
+    shutil.copytree(whole, tmp_path / "one")
+    save_file(stacked, tmp_path / "one" / "model.safetensors")
+    config = ModelConfig.from_folder(whole)
+    for rank in range(2):
+        shardings: tuple[ExpertSharding, ...] = ("tensor", "expert")
+        for sharding in shardings:
+            part = ModelSharding(config, 2, rank, sharding)
+            mlps = [load_decoder(part, checkpoint(tmp_path / folder)).layers[1].mlp for folder in ("one", "many")]
+            one, many = (mlp for mlp in mlps if isinstance(mlp, ExpertMlp))
+            assert torch.equal(one.gate_up, many.gate_up)
+            assert torch.equal(one.down, many.down)

@@ -192,7 +192,8 @@ class ModelConfig:
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
         called = {gate: names.gate, up: names.up, down: names.down}
-        shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters=names.are_fused)
+        are_parameters = names.are_fused or names.are_parameters
+        shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters, names.are_fused)
         return self._shape_of(attn | sparse, shape)
 
     def _shape_of(self, modules: dict[str, tuple[int, int]], experts: ExpertShape | None = None) -> BaseShape:

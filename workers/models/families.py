@@ -35,6 +35,7 @@ class ExpertNames:
     down: str
     router: str = "gate"
     are_fused: bool = False
+    are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
@@ -401,7 +402,7 @@ FAMILIES = {
             "shared_expert_intermediate_size": 512,
         },
         computes={"norm_topk_prob": True, "mlp_only_layers": []},
-        experts=_QWEN_EXPERTS,
+        experts=replace(_QWEN_EXPERTS, are_parameters=True),
         always_normalized=True,
     ),
 }
