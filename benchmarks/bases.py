@@ -2,6 +2,10 @@
 
 A family counts if its config.json is accepted. Whether it is computed right is tested by `tests/workers/`, in
 `test_exactness.py` and `test_text_towers.py`.
+
+Then what weights of eight and four bits gain on this CPU: decodes per second of a step of one, 8 and 64 sequences over
+those in bfloat16, in turns, and the memory of the layers' weights; and the demo model's perplexity in int8 over that in
+float32.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from pathlib import Path
 import transformers
 from transformers.models.auto import modeling_auto
 
+from motet.benchmarks.rigs.quantised_steps import measure
+from motet.tests.rigs.demo_perplexity import perplexity
 from motet.workers.models.config import ModelConfig
 
 _NAMES = """
@@ -47,7 +53,13 @@ def main() -> None:
             problem = problem_of(family, Path(folder))
         num_served += not problem
         print(f"{family:<18}{problem or 'served'}")
-    print(json.dumps({"families_served": num_served}))
+    figures = measure()
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = (perplexity(Path(folder) / kind, 400, weights_dtype=kind) for kind in ("dtype", "int8"))
+    figures["int8_perplexity"] = round(after / before, 5)
+    for name, figure in figures.items():
+        print(f"{name:<18}{figure:g}")
+    print(json.dumps({"families_served": num_served, **figures}))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ struct Outputs {
     typedef float Input;                  // to what the elements of x are converted
     Floats value;
     explicit Outputs(const T* from) : value(widen(from)) {}
-    explicit Outputs(const Floats& value) : value(value) {}
     void add_to(Floats& sum, const Input* x) const { sum += value * *x; }
     void keep(float* to) const { store(to, value); }
 };
@@ -37,7 +36,6 @@ struct Outputs<Bfloat16> {
     typedef Bfloat16 Input;
     __m512bh value;
     explicit Outputs(const Bfloat16* from) : value((__m512bh)_mm512_loadu_si512(from)) {}
-    explicit Outputs(__m512i bits) : value((__m512bh)bits) {}
     void add_to(Floats& sum, const Input* x) const {
         int both;
         std::memcpy(&both, x, sizeof both);

@@ -85,9 +85,9 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                                            const float* scales, const int8_t* zeros, const float* table,               \
                                            const T* bias, T* y, int64_t y_stride, int64_t num_in, int64_t num_out,     \
                                            int64_t group_size, int num_threads) {                                      \
-        linear_of_codes(x, num_rows,                                                                                   \
-                        CodeCall<T, T>{nullptr, nullptr, weight, scales, zeros, table, bias, y, x_stride, y_stride,    \
-                                       num_in, num_out, group_size, 0},                                                \
+        linear_of_codes(x, x_stride, num_rows,                                                                         \
+                        CodeCall<T, T>{nullptr, nullptr, weight, scales, zeros, table, bias, y, y_stride, num_in,      \
+                                       num_out, group_size, 0},                                                        \
                         num_threads);                                                                                  \
     }                                                                                                                  \
     MOTET_CALL void run_step_##NAME(const void* operations, int64_t count, const void* call) {                         \

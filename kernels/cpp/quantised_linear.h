@@ -267,7 +267,13 @@ void linear_of_bytes(const T* x, int64_t x_stride, int64_t num_rows, const uint8
 // word has the codes of eight inputs of an output: of even ones in its low half, of odd ones in its high half, the first
 // ones lowest. x keeps its dtype, and sums of a group are floats.
 
-constexpr int64_t kCodes = 8;         // of a word
+constexpr int64_t kCodes = 8;  // of a word
+// Rows of a tile: few with all vectors of a panel, or more with some of them, so that their sums fill the registers.
+#ifdef __AVX512F__
+constexpr int kFewRows = 4, kCodeRows = 12, kCodeVectors = 2;
+#else
+constexpr int kFewRows = 0, kCodeRows = kTileRows, kCodeVectors = 1;
+#endif
 constexpr int64_t kPartInputs = 128;  // of which the numbers stay in the first cache level, for the next tiles of rows
 
 // The numbers of 16 outputs for the inputs that the CPU multiplies at once, from their words.
@@ -277,21 +283,33 @@ struct CodeTable;
 #ifdef MOTET_BF16_PRODUCTS
 template <>
 struct CodeTable<Bfloat16> {
+    typedef __m512bh Value;
     __m512i numbers;  // twice, because a look-up takes five bits of a code and what lies above it
     explicit CodeTable(const float* table) {
         Bfloat16 twice[32];
         for (int i = 0; i < 32; i++) assign(twice[i], table[i % 16]);
         std::memcpy(&numbers, twice, sizeof numbers);
     }
-    Outputs<Bfloat16> of(const uint32_t* words, int step) const {
+    Value of(const uint32_t* words, int step) const {
         const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(words), unsigned(4 * step));
-        return Outputs<Bfloat16>(_mm512_permutexvar_epi16(codes, numbers));
+        return (Value)_mm512_permutexvar_epi16(codes, numbers);
+    }
+    static Value all(const Bfloat16* x) {  // two inputs, as a float, because GCC takes integers through other registers
+        float both;
+        std::memcpy(&both, x, sizeof both);
+        return (Value)_mm512_set1_ps(both);
+    }
+    static void add(Floats& sum, const Value& weights, const Value& x) {
+        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, x, weights);
     }
 };
 #endif
 
 template <>
 struct CodeTable<float> {
+    typedef Floats Value;
+    static Value all(const float* x) { return broadcast(*x); }
+    static void add(Floats& sum, const Value& weights, const Value& x) { sum += weights * x; }
 #if defined(__AVX512F__)
     __m512 numbers;
     explicit CodeTable(const float* table) : numbers(_mm512_loadu_ps(table)) {}
@@ -317,14 +335,13 @@ struct CodeTable<float> {
         return load(numbers);
     }
 #endif
-    Outputs<float> of(const uint32_t* words, int step) const {
-        return Outputs<float>(at(words, step / 2 * 4 + step % 2 * 16));
-    }
+    Value of(const uint32_t* words, int step) const { return at(words, step / 2 * 4 + step % 2 * 16); }
 };
 
 template <class T, class Y>
 struct CodeCall {
-    const typename Outputs<T>::Input* x;
+    const typename Outputs<T>::Input*
+        x;                // by tiles of rows: the inputs multiplied at once of all its rows, then the next
     const float* x_sums;  // [rows, parts]: of a part's inputs; null: there are no zero points
     const uint32_t* weight;
     const float* scales;  // [panels, groups, outputs of a panel]
@@ -332,7 +349,7 @@ struct CodeCall {
     const float* table;
     const T* bias;  // none: null
     Y* y;
-    int64_t x_stride, y_stride, num_in, num_out, group_size, num_parts;
+    int64_t y_stride, num_in, num_out, group_size, num_parts;
 };
 
 // Inputs of one group, at most `kPartInputs`.
@@ -352,53 +369,61 @@ inline int64_t each_part(int64_t num_in, int64_t group_size, F use) {
     return index;
 }
 
-// Adds a part of a panel to the totals of a tile of rows. `kept`: the numbers of its weights, written if `is_first`.
-template <int kRows, class T, class Y>
-void codes_tile(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part, int64_t row, float* totals,
-                typename Outputs<T>::Input* kept, bool is_first) {
+// Adds a part of some vectors of a panel, from `vector` on, to the totals of a tile of rows. `kept`: the numbers of the
+// weights, written if `is_first`; null: they are not kept.
+template <int kRows, int kVectors, class T, class Y>
+void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const CodePart& part, int64_t row,
+                float* totals, typename Outputs<T>::Input* kept, bool is_first) {
     typedef typename Outputs<T>::Input Input;
-    typedef Outputs<Input> Weights;
-    constexpr int64_t kDepth = Weights::kDepth, kSteps = kCodes / kDepth, kWidth = kLanes * kDepth;
-    const auto* x = call.x + row * call.x_stride + part.start;
-    Floats sums[kRows][kNarrowVectors];
-#pragma GCC unroll 6
+    typedef typename CodeTable<Input>::Value Value;
+    constexpr int64_t kDepth = Outputs<Input>::kDepth, kSteps = kCodes / kDepth, kWidth = kLanes * kDepth;
+    const Input* x = call.x + row * call.num_in + part.start * kRows;
+    Input* numbers = kept ? kept + vector * kWidth : nullptr;
+    Floats sums[kRows][kVectors];
+#pragma GCC unroll 12
     for (int m = 0; m < kRows; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < kNarrowVectors; v++) sums[m][v] = Floats{};
+        for (int v = 0; v < kVectors; v++) sums[m][v] = Floats{};
+    const auto add = [&](const Value(&weights)[kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+        for (int m = 0; m < kRows; m++, x += kDepth) {
+            const Value inputs = CodeTable<Input>::all(x);
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) CodeTable<Input>::add(sums[m][v], weights[v], inputs);
+        }
+    };
     const int64_t blocks = (part.stop - part.start) / kCodes;
+    Value weights[kVectors];
     if (is_first) {
         const CodeTable<Input> table(call.table);
         const uint32_t* words = call.weight + (panel * call.num_in + part.start) / kCodes * kNarrowOutputs;
+        words += vector * kLanes;
         for (int64_t block = 0; block < blocks; block++, words += kNarrowOutputs) {
             const char* ahead = (const char*)words + kWeightsAhead;
-            for (int64_t line = 0; line < kNarrowVectors; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
+            for (int64_t line = 0; line < kVectors; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
 #pragma GCC unroll 8
-            for (int step = 0; step < kSteps; step++)
+            for (int step = 0; step < kSteps; step++) {
 #pragma GCC unroll 4
-                for (int v = 0; v < kNarrowVectors; v++) {
-                    const Weights outputs = table.of(words + v * kLanes, step);
-                    if (kept) {
-                        Input* to = kept + ((block * kSteps + step) * kNarrowVectors + v) * kWidth;
-                        std::memcpy(to, &outputs.value, sizeof outputs.value);
-                    }
-#pragma GCC unroll 6
-                    for (int m = 0; m < kRows; m++)
-                        outputs.add_to(sums[m][v], x + m * call.x_stride + block * kCodes + step * kDepth);
+                for (int v = 0; v < kVectors; v++) weights[v] = table.of(words + v * kLanes, step);
+                if (numbers) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < kVectors; v++) std::memcpy(numbers + v * kWidth, weights + v, sizeof(Value));
+                    numbers += kNarrowVectors * kWidth;
                 }
+                add(weights);
+            }
         }
     } else {
-        for (int64_t step = 0; step < blocks * kSteps; step++)
+        for (int64_t step = 0; step < blocks * kSteps; step++, numbers += kNarrowVectors * kWidth) {
 #pragma GCC unroll 4
-            for (int v = 0; v < kNarrowVectors; v++) {
-                const Weights outputs(kept + (step * kNarrowVectors + v) * kWidth);
-#pragma GCC unroll 6
-                for (int m = 0; m < kRows; m++) outputs.add_to(sums[m][v], x + m * call.x_stride + step * kDepth);
-            }
+            for (int v = 0; v < kVectors; v++) std::memcpy(weights + v, numbers + v * kWidth, sizeof(Value));
+            add(weights);
+        }
     }
     const int64_t num_groups = (call.num_in + call.group_size - 1) / call.group_size;
-    const int64_t at = (panel * num_groups + part.group) * kNarrowOutputs;
+    const int64_t at = (panel * num_groups + part.group) * kNarrowOutputs + vector * kLanes;
 #pragma GCC unroll 4
-    for (int v = 0; v < kNarrowVectors; v++) {
+    for (int v = 0; v < kVectors; v++) {
         const Floats scale = load(call.scales + at + v * kLanes);
         Floats zeros = {};
         if (call.zeros) {
@@ -406,9 +431,9 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part,
             for (int i = 0; i < kLanes; i++) wide[i] = float(call.zeros[at + v * kLanes + i]);
             zeros = load(wide);
         }
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int m = 0; m < kRows; m++) {
-            float* total = totals + ((row + m) * kNarrowVectors + v) * kLanes;
+            float* total = totals + ((row + m) * kNarrowVectors + vector + v) * kLanes;
             Floats sum = sums[m][v];
             if (call.zeros) sum = sum - zeros * call.x_sums[(row + m) * call.num_parts + part.index];
             store(total, part.index == 0 ? sum * scale : load(total) + sum * scale);
@@ -420,51 +445,82 @@ template <int kRows, class T, class Y>
 void codes_tile_of(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part, int64_t row, int64_t num_rows,
                    float* totals, typename Outputs<T>::Input* kept, bool is_first) {
     if constexpr (kRows > 0) {
-        if (num_rows == kRows)
-            codes_tile<kRows>(call, panel, part, row, totals, kept, is_first);
-        else
-            codes_tile_of<kRows - 1>(call, panel, part, row, num_rows, totals, kept, is_first);
+        if (num_rows < kRows) return codes_tile_of<kRows - 1>(call, panel, part, row, num_rows, totals, kept, is_first);
+        constexpr int kVectors = kRows <= kFewRows ? kNarrowVectors : kCodeVectors;
+        for (int64_t vector = 0; vector < kNarrowVectors; vector += kVectors)
+            codes_tile<kRows, kVectors>(call, panel, vector, part, row, totals, kept, is_first);
     }
 }
 
-// Computes some rows for panels `start` to `stop` of outputs.
+// Some tiles of the rows of a call, which are about equally high.
+struct CodeTiles {
+    int64_t num_rows, count;  // of all
+    explicit CodeTiles(int64_t num_rows) : num_rows(num_rows), count((num_rows + kCodeRows - 1) / kCodeRows) {}
+    int64_t row(int64_t tile) const { return num_rows * tile / count; }
+};
+
+// Computes tiles `first` to `last` for panels `start` to `stop` of outputs.
 template <class T, class Y>
-void codes_panels(const CodeCall<T, Y>& call, int64_t num_rows, int64_t start, int64_t stop) {
+void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t first, int64_t last, int64_t start,
+                  int64_t stop) {
     typedef typename Outputs<T>::Input Input;
     static thread_local std::vector<Input> kept(size_t(kPartInputs * kNarrowOutputs));
-    static thread_local std::vector<float> totals;
-    totals.resize(std::max(totals.size(), size_t(num_rows * kNarrowOutputs)));
-    const int64_t tiles = (num_rows + kTileRows - 1) / kTileRows;
+    static thread_local std::vector<float> spare;
+    const int64_t first_row = tiles.row(first), num_rows = tiles.row(last) - first_row;
+    spare.resize(std::max(spare.size(), size_t(num_rows * kNarrowOutputs)));
+    float* totals = spare.data() - first_row * kNarrowOutputs;
     for (int64_t panel = start; panel < stop; panel++) {
         each_part(call.num_in, call.group_size, [&](const CodePart& part) {
-            for (int64_t tile = 0; tile < tiles; tile++) {
-                const int64_t row = num_rows * tile / tiles, next = num_rows * (tile + 1) / tiles;
-                codes_tile_of<kTileRows>(call, panel, part, row, next - row, totals.data(),
-                                         tiles > 1 ? kept.data() : nullptr, tile == 0);
-            }
+            for (int64_t tile = first; tile < last; tile++)
+                codes_tile_of<kCodeRows>(call, panel, part, tiles.row(tile), tiles.row(tile + 1) - tiles.row(tile),
+                                         totals, last - first > 1 ? kept.data() : nullptr, tile == first);
         });
         for (int v = 0; v < kNarrowVectors; v++) {
             const int64_t column = (panel * kNarrowVectors + v) * kLanes, count = call.num_out - column;
             if (count <= 0) break;
             const Floats bias = call.bias ? load(call.bias + column, count) : Floats{};
-            for (int64_t row = 0; row < num_rows; row++) {
-                const Floats total = load(totals.data() + (row * kNarrowVectors + v) * kLanes);
+            for (int64_t row = first_row; row < first_row + num_rows; row++) {
+                const Floats total = load(totals + (row * kNarrowVectors + v) * kLanes);
                 store(call.y + row * call.y_stride + column, rounded<T>(total + bias), count);
             }
         }
     }
 }
 
+// The rows of x in the order in which tiles read them, in `to`.
+template <class T>
+void order_inputs(const T* x, int64_t x_stride, const CodeTiles& tiles, int64_t num_in, typename Outputs<T>::Input* to,
+                  int num_threads) {
+    typedef typename Outputs<T>::Input Input;
+    constexpr int64_t kDepth = Outputs<T>::kDepth;
+    share_rows(num_in / kCodes, kCodes * tiles.num_rows, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t tile = 0; tile < tiles.count; tile++) {
+            const int64_t first = tiles.row(tile), rows = tiles.row(tile + 1) - first;
+            for (int64_t m = 0; m < rows; m++) {
+                const T* from = x + (first + m) * x_stride;
+                Input* own = to + first * num_in + m * kDepth;
+                for (int64_t i = start * kCodes; i < end * kCodes; i += kDepth)
+                    for (int64_t d = 0; d < kDepth; d++) assign(own[i * rows + d], to_float(from[i + d]));
+            }
+        }
+    });
+}
+
 // y = x Wᵀ + bias of weights of four bits; `num_in` and `group_size` are multiples of eight.
 template <class T, class Y>
-void linear_of_codes(const T* x, int64_t num_rows, CodeCall<T, Y> call, int num_threads) {
+void linear_of_codes(const T* x, int64_t x_stride, int64_t num_rows, CodeCall<T, Y> call, int num_threads) {
     typedef typename Outputs<T>::Input Input;
     if (num_rows == 0) return;
-    static thread_local std::vector<Input> spare;
+    static thread_local std::vector<Input> ordered;
     static thread_local std::vector<float> kept_sums;
-    const T* rows = x;
-    const int64_t row_stride = call.x_stride;
-    call.x = inputs_of(x, call.x_stride, num_rows, call.num_in, spare, num_threads);
+    const CodeTiles tiles(num_rows);
+    if constexpr (std::is_same<T, Input>::value)
+        if (num_rows == 1) call.x = x;  // it is in order
+    if (!call.x) {
+        ordered.resize(std::max(ordered.size(), size_t(num_rows * call.num_in)));
+        order_inputs(x, x_stride, tiles, call.num_in, ordered.data(), num_threads);
+        call.x = ordered.data();
+    }
     call.num_parts = each_part(call.num_in, call.group_size, [](const CodePart&) {});
     if (call.zeros) {
         kept_sums.resize(std::max(kept_sums.size(), size_t(num_rows * call.num_parts)));
@@ -474,21 +530,17 @@ void linear_of_codes(const T* x, int64_t num_rows, CodeCall<T, Y> call, int num_
                 each_part(call.num_in, call.group_size, [&](const CodePart& part) {
                     Floats total = {};
                     for (int64_t i = part.start; i < part.stop; i += kLanes)
-                        total += load(rows + row * row_stride + i, part.stop - i);
+                        total += load(x + row * x_stride + i, part.stop - i);
                     x_sums[row * call.num_parts + part.index] = sum(total);
                 });
         });
         call.x_sums = x_sums;
     }
     const int64_t num_panels = (call.num_out + kNarrowOutputs - 1) / kNarrowOutputs;
-    const int64_t near = std::max(kLeastBlock, kNearInputs / std::max<int64_t>(1, call.num_in) / kTileRows * kTileRows);
+    const int64_t near = std::max(kLeastBlock, kNearInputs / std::max<int64_t>(1, call.num_in)) / kCodeRows;
     share_ranges(num_panels, blocks_of(num_panels, num_threads), num_threads, [&](int64_t start, int64_t stop) {
-        for (int64_t first = 0; first < num_rows; first += near) {
-            CodeCall<T, Y> own = call;
-            own.x += first * call.x_stride, own.y += first * call.y_stride;
-            if (call.x_sums) own.x_sums += first * call.num_parts;
-            codes_panels(own, std::min(near, num_rows - first), start, stop);
-        }
+        for (int64_t tile = 0; tile < tiles.count; tile += near)
+            codes_panels(call, tiles, tile, std::min(tile + near, tiles.count), start, stop);
     });
 }
 

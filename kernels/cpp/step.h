@@ -257,13 +257,12 @@ class Step {
                                      (const float*)own.table,
                                      (const T*)own.bias,
                                      of(op.to),
-                                     own.num_in,
                                      own.num_out,
                                      own.num_in,
                                      own.num_out,
                                      own.group_size,
                                      0};
-        linear_of_codes(of(op.x), call.num_rows, product, num_threads);
+        linear_of_codes(of(op.x), own.num_in, call.num_rows, product, num_threads);
     }
 
     void add_adapters(const StepOperation& op) const {

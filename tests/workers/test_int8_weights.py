@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from motet.kernels.backend import Kernels, choose_kernels, plain_kernels, with_quantised_weights
 from motet.kernels.quantised import QuantisedWeight
+from motet.tests.rigs.demo_perplexity import perplexity
 from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import ALL_LINEAR, RECIPES, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
@@ -187,6 +188,30 @@ def native_kernels() -> Kernels:
     if kernels.library is None:
         pytest.skip("needs a C++ compiler")
     return replace(kernels)
+
+
+def test_the_demo_model_is_as_good_as_before(tmp_path: Path) -> None:
+    """Its perplexity over questions that it was not trained on and their answers, within a hundredth."""
+    before, after = (
+        perplexity(tmp_path / kind, 40, weights_dtype=kind)  # the first is float32
+        for kind in ("dtype", "int8")
+    )
+    assert before != after and abs(after / before - 1) < 0.01
+
+
+def test_fp8_files_are_rounded_to_int8_where_that_is_asked_for(llama: Stock, tmp_path: Path) -> None:
+    """All linears, each row of outputs with the scale of all its inputs; those of four bits stay as they are."""
+    kernels = with_quantised_weights(plain_kernels(), torch.float32, 1, rounds=True)
+    for name, numbers, degree in (("fp8", "int8", 2), ("int4", "uint4", 1)):
+        quantised, expected = write_quantised(llama.model_path, name, tmp_path)
+        model = ModelConfig.from_folder(quantised)
+        assert model.quantisation is not None
+        source = QuantisedCheckpoint(quantised, torch.float32, CPU, model.quantisation)
+        weights = layer_weights(kernels, source, model, degree, degree - 1)
+        assert {weight.numbers for weight in weights} == {numbers}
+        down = load_file(expected / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
+        right = rounded(down)[:, down.shape[1] // 2 :] if name == "fp8" else down
+        assert torch.equal(weights[3].dequantised(), right)
 
 
 def test_a_base_with_experts_and_a_gpu_are_refused(tmp_path: Path, llama: Stock) -> None:

@@ -325,8 +325,12 @@ class _LayerLoader:
         if self._quantised is None or not self._quantised.rounds:
             return self._packed([self._stored(name, num_in, num_out, columns=part)])
         # A row's scale is that of all its inputs, so that gangs of all sizes have the same weights.
-        whole = QuantisedWeight.of_eight_bits(self._rows(name, num_in, num_out, None))
-        return self._quantised.pack(whole.columns(*part))
+        stored = self._stored(name, num_in, num_out)
+        if isinstance(stored, QuantisedWeight):
+            if (packed := self._quantised.pack(stored.columns(*part))) is not None:
+                return packed
+            stored = stored.dequantised().to(self._quantised.dtype)
+        return self._quantised.pack(QuantisedWeight.of_eight_bits(stored).columns(*part))
 
     def _rows(self, name: str, num_in: int, num_out: int, part: Range | None) -> torch.Tensor:
         return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=part)
