@@ -272,9 +272,23 @@ constexpr int64_t kCodes = 8;  // of a word
 #ifdef __AVX512F__
 constexpr int kFewRows = 4, kCodeRows = 12, kCodeVectors = 2;
 #else
-constexpr int kFewRows = 0, kCodeRows = kTileRows, kCodeVectors = 1;
+constexpr int kFewRows = 3, kCodeRows = kTileRows, kCodeVectors = 1;
 #endif
 constexpr int64_t kPartInputs = 128;  // of which the numbers stay in the first cache level, for the next tiles of rows
+
+inline Floats widen_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    const __m128i first = _mm_loadl_epi64((const __m128i*)from), last = _mm_loadl_epi64((const __m128i*)(from + 8));
+    return {(FloatPart)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(first)),
+            (FloatPart)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(last))};
+#else
+    float wide[kLanes];
+    for (int i = 0; i < kLanes; i++) wide[i] = float(from[i]);
+    return load(wide);
+#endif
+}
 
 // The numbers of 16 outputs for the inputs that the CPU multiplies at once, from their words.
 template <class Input>
@@ -294,6 +308,8 @@ struct CodeTable<Bfloat16> {
         const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(words), unsigned(4 * step));
         return (Value)_mm512_permutexvar_epi16(codes, numbers);
     }
+    static Value kept(const Bfloat16* from) { return (Value)_mm512_loadu_si512(from); }
+    static void keep(Bfloat16* to, const Value& weights) { _mm512_storeu_si512(to, (__m512i)weights); }
     static Value all(const Bfloat16* x) {  // two inputs, as a float, because GCC takes integers through other registers
         float both;
         std::memcpy(&both, x, sizeof both);
@@ -308,7 +324,16 @@ struct CodeTable<Bfloat16> {
 template <>
 struct CodeTable<float> {
     typedef Floats Value;
-    static Value all(const float* x) { return broadcast(*x); }
+    static Value kept(const float* from) { return load(from); }
+    static void keep(float* to, const Value& weights) { store(to, weights); }
+    static Value all(const float* x) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+        const FloatPart value = (FloatPart)_mm256_broadcast_ss(x);  // GCC would load it and broadcast then
+        return {value, value};
+#else
+        return broadcast(*x);
+#endif
+    }
     static void add(Floats& sum, const Value& weights, const Value& x) { sum += weights * x; }
 #if defined(__AVX512F__)
     __m512 numbers;
@@ -340,9 +365,8 @@ struct CodeTable<float> {
 
 template <class T, class Y>
 struct CodeCall {
-    const typename Outputs<T>::Input*
-        x;                // by tiles of rows: the inputs multiplied at once of all its rows, then the next
-    const float* x_sums;  // [rows, parts]: of a part's inputs; null: there are no zero points
+    const typename Outputs<T>::Input* x;  // by tiles: what is multiplied at once of all rows of a tile, then the next
+    const float* x_sums;                  // [rows, parts]: of a part's inputs; null: there are no zero points
     const uint32_t* weight;
     const float* scales;  // [panels, groups, outputs of a panel]
     const int8_t* zeros;  // likewise; none: null
@@ -407,7 +431,7 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
                 for (int v = 0; v < kVectors; v++) weights[v] = table.of(words + v * kLanes, step);
                 if (numbers) {
 #pragma GCC unroll 4
-                    for (int v = 0; v < kVectors; v++) std::memcpy(numbers + v * kWidth, weights + v, sizeof(Value));
+                    for (int v = 0; v < kVectors; v++) CodeTable<Input>::keep(numbers + v * kWidth, weights[v]);
                     numbers += kNarrowVectors * kWidth;
                 }
                 add(weights);
@@ -416,7 +440,7 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
     } else {
         for (int64_t step = 0; step < blocks * kSteps; step++, numbers += kNarrowVectors * kWidth) {
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) std::memcpy(weights + v, numbers + v * kWidth, sizeof(Value));
+            for (int v = 0; v < kVectors; v++) weights[v] = CodeTable<Input>::kept(numbers + v * kWidth);
             add(weights);
         }
     }
@@ -426,11 +450,7 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
     for (int v = 0; v < kVectors; v++) {
         const Floats scale = load(call.scales + at + v * kLanes);
         Floats zeros = {};
-        if (call.zeros) {
-            float wide[kLanes];
-            for (int i = 0; i < kLanes; i++) wide[i] = float(call.zeros[at + v * kLanes + i]);
-            zeros = load(wide);
-        }
+        if (call.zeros) zeros = widen_bytes(call.zeros + at + v * kLanes);
 #pragma GCC unroll 12
         for (int m = 0; m < kRows; m++) {
             float* total = totals + ((row + m) * kNarrowVectors + vector + v) * kLanes;
@@ -459,6 +479,23 @@ struct CodeTiles {
     int64_t row(int64_t tile) const { return num_rows * tile / count; }
 };
 
+// Keeps the numbers of a part of a panel, where registers hold no sums beside the table.
+template <class T, class Y>
+void keep_numbers(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part, typename Outputs<T>::Input* kept) {
+    typedef CodeTable<typename Outputs<T>::Input> Table;
+    constexpr int64_t kDepth = Outputs<typename Outputs<T>::Input>::kDepth, kWidth = kLanes * kDepth;
+    const Table table(call.table);
+    const uint32_t* words = call.weight + (panel * call.num_in + part.start) / kCodes * kNarrowOutputs;
+    for (int64_t i = part.start; i < part.stop; i += kCodes, words += kNarrowOutputs) {
+        __builtin_prefetch((const char*)words + kWeightsAhead, 0, 2);
+#pragma GCC unroll 8
+        for (int step = 0; step < kCodes / kDepth; step++)
+#pragma GCC unroll 4
+            for (int v = 0; v < kNarrowVectors; v++, kept += kWidth)
+                Table::keep(kept, table.of(words + v * kLanes, step));
+    }
+}
+
 // Computes tiles `first` to `last` for panels `start` to `stop` of outputs.
 template <class T, class Y>
 void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t first, int64_t last, int64_t start,
@@ -471,9 +508,12 @@ void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t fi
     float* totals = spare.data() - first_row * kNarrowOutputs;
     for (int64_t panel = start; panel < stop; panel++) {
         each_part(call.num_in, call.group_size, [&](const CodePart& part) {
+            const bool keeps_first = kCodeVectors == kNarrowVectors && num_rows > kFewRows;
+            const bool keeps = keeps_first || last - first > 1;
+            if (keeps_first) keep_numbers(call, panel, part, kept.data());
             for (int64_t tile = first; tile < last; tile++)
                 codes_tile_of<kCodeRows>(call, panel, part, tiles.row(tile), tiles.row(tile + 1) - tiles.row(tile),
-                                         totals, last - first > 1 ? kept.data() : nullptr, tile == first);
+                                         totals, keeps ? kept.data() : nullptr, tile == first && !keeps_first);
         });
         for (int v = 0; v < kNarrowVectors; v++) {
             const int64_t column = (panel * kNarrowVectors + v) * kLanes, count = call.num_out - column;
