@@ -22,7 +22,7 @@ from motet.workers.execution.runner import Runner
 from motet.workers.memory.page_arrays import make_pool, plan_pool
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import Decoder, load_decoder
-from motet.workers.models.layers import GatedMlp
+from motet.workers.models.layers import Attention, GatedMlp
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.parallel import Alone
@@ -83,7 +83,7 @@ def weight_bytes(decoder: Decoder) -> int:
     """Memory of the layers' linears."""
     num_bytes = 0
     for layer in decoder.layers:
-        assert isinstance(layer.mlp, GatedMlp)
+        assert isinstance(layer.mlp, GatedMlp) and isinstance(layer.attention, Attention)
         for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
             parts: list[Any] = [getattr(linear.weight, name, None) for name in ("panels", "scales", "zeros")]
             num_bytes += sum(part.nbytes for part in parts if part is not None)

@@ -77,10 +77,15 @@ def test_a_fused_linear_is_split_by_its_rows(path: Path, tmp_path: Path) -> None
 
 def test_experts_in_blocks_of_four_bits_are_what_transformers_says(tmp_path: Path) -> None:
     (path,) = (path for path in FILES if path.stem == "mxfp4")
-    tensors, expected, config = opened(path)
+    tensors, expected, config = opened(path)  # `[experts, in, out]`
     shape = tuple(expected.shape)
     assert torch.equal(checkpoint(tmp_path, tensors, config).take(EXPERTS, shape), expected)
     assert torch.equal(checkpoint(tmp_path, tensors, config).take(EXPERTS, shape, rows=(1, 2)), expected[1:])
+    source = checkpoint(tmp_path, tensors, config)
+    source.split(EXPERTS, {"first": 1, "second": 1})
+    assert torch.equal(source.take("second", (1, *shape[1:]), rows=(0, 1)), expected[1:])
+    assert source.take("first", (1, *shape[1:]), rows=(0, 0)).shape == (0, *shape[1:])
+    source.finish()
 
 
 def test_a_linear_of_16_bits_is_read_as_it_is(tmp_path: Path) -> None:
