@@ -192,6 +192,7 @@ class QuantisedCheckpoint(Checkpoint):
         super().__init__(folder, dtype, device, on_progress)
         self._linears: dict[str, _Linear] = {}  # by the name of the weight that they stand for
         self._find_linears(quantisation)
+        self._modules = {linear.module for linear in self._linears.values()}
         self._total = len(self._where) + len(self._linears)
 
     def take(
@@ -263,6 +264,10 @@ class QuantisedCheckpoint(Checkpoint):
             raise ValueError(
                 f"{self._folder} has {len(self._linears)} weights that this model has no place for: {names}"
             )
+        for name in [name for name in self._where if name.removesuffix(".bias") in self._modules]:
+            place = self._where[name]
+            if not place.file.get_tensor(place.name).any():  # type: ignore[no-untyped-call]
+                del self._where[name]  # AutoGPTQ wrote zeros for linears that have no bias
         super().finish()
 
     def _find_linears(self, quantisation: Quantisation) -> None:
