@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from motet.kernels.quantised import FLOAT4
+
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]  # tensors by suffix, and the weight that they stand for
 GROUP = 16  # inputs, so that all linears of the tests' small models, and halves of them, are whole groups
 
@@ -76,6 +78,16 @@ def fp8(weight: torch.Tensor) -> Stored:
     return {"weight": codes, "weight_scale_inv": scales}, codes.float() * wide
 
 
+def mxfp4(weight: torch.Tensor) -> Stored:
+    """Of the experts of a layer, `[experts, in, out]`."""
+    parts = weight.transpose(1, 2).unflatten(2, (-1, 32))
+    exponents = (parts.abs().amax(3, keepdim=True) / 6).log2().ceil()
+    codes = (parts / exponents.exp2()).unsqueeze(4).sub(torch.tensor(FLOAT4)).abs().argmin(4).to(torch.uint8)
+    expected = (torch.tensor(FLOAT4)[codes.long()] * exponents.exp2()).flatten(2).transpose(1, 2)
+    blocks = codes[..., 0::2] | codes[..., 1::2] << 4
+    return {"blocks": blocks, "scales": (exponents.squeeze(3) + 127).to(torch.uint8)}, expected.contiguous()
+
+
 def _of_compressed_tensors(file_format: str, inputs: dict[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": {"type": "int", **weights}, "input_activations": inputs}
     return {
@@ -96,6 +108,7 @@ FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any]]] = {
     ),
     "int8": (int8, _of_compressed_tensors("int-quantized", num_bits=8, strategy="channel")),
     "w8a8": (int8, _of_compressed_tensors("int-quantized", TOKENS, num_bits=8, strategy="channel")),
+    "mxfp4": (mxfp4, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [8, 8], "activation_scheme": "dynamic"}),
 }
 
@@ -106,10 +119,10 @@ def write_quantised(model: Path, name: str, folder: Path) -> tuple[Path, Path]:
     stored: dict[str, torch.Tensor] = {}
     expected: dict[str, torch.Tensor] = {}
     for path, tensor in load_all(model).items():
-        module = path.removesuffix(".weight")
-        is_linear = ".layers." in path and path.endswith("_proj.weight")
+        start = path + "_" if name == "mxfp4" else path.removesuffix("weight")
+        is_linear = ".layers." in path and path.endswith("_proj" if name == "mxfp4" else "_proj.weight")
         tensors, expected[path] = pack(tensor) if is_linear else ({}, tensor)
-        stored |= {f"{module}.{key}": part.contiguous() for key, part in tensors.items()}
+        stored |= {start + key: part.contiguous() for key, part in tensors.items()}
         if not is_linear:
             stored[path] = tensor
     folders = []

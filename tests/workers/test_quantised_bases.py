@@ -43,9 +43,9 @@ def difference(outputs: list[SequenceOutput], oracle: Oracle) -> float:
     return largest
 
 
-def made(variant: str, name: str, folder: Path) -> tuple[Stock, Oracle, Oracle]:
+def made(variant: str, name: str, folder: Path, **changes: int) -> tuple[Stock, Oracle, Oracle]:
     """The quantised base, what it is to say, and what the base of which it was made says."""
-    model = write_model(variant, folder / "model")
+    model = write_model(variant, folder / "model", **changes)
     adapters = write_adapters(model, folder / "adapters")
     quantised, expected = write_quantised(model, name, folder)
     stock = Stock.make(quantised, {name: adapters[name] for name in ADAPTERS if name is not None}, folder / "store")
@@ -56,16 +56,32 @@ def made(variant: str, name: str, folder: Path) -> tuple[Stock, Oracle, Oracle]:
 @pytest.mark.parametrize(
     ("variant", "name"),
     [
-        *(("llama", name) for name in FORMATS if name != "w8a8"),
+        *(("llama", name) for name in FORMATS if name not in ("w8a8", "mxfp4")),
         ("phi3", "gptq"),
         ("glm4", "int4"),
         ("qwen2_moe", "fp8"),
+        ("qwen3_5", "int4"),
     ],
 )
 def test_a_quantised_base_is_the_one_that_its_files_stand_for(variant: str, name: str, tmp_path: Path) -> None:
     stock, oracle, original = made(variant, name, tmp_path)
-    with stock.engine(60) as rig:
+    with stock.engine(200) as rig:
         outputs = requested(rig)
+    assert difference(outputs, oracle) < TOLERANCE
+    prompt = random.Random(11).choices(range(VOCAB_SIZE), k=13)
+    assert (original.logits(prompt, None) - oracle.logits(prompt, None)).abs().max() > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_gpt_oss_as_it_is_published(degree: int, tmp_path: Path) -> None:
+    """With experts of four bits; workers of a gang share the features of each."""
+    stock, oracle, original = made("gpt_oss", "mxfp4", tmp_path, intermediate_size=64)
+    if degree == 1:
+        with stock.engine(200) as rig:
+            outputs = requested(rig)
+    else:
+        with gang(stock.gang_config(200, 2)) as (engine, _):
+            outputs = requested(EngineRig(engine, stock.refs))
     assert difference(outputs, oracle) < TOLERANCE
     prompt = random.Random(11).choices(range(VOCAB_SIZE), k=13)
     assert (original.logits(prompt, None) - oracle.logits(prompt, None)).abs().max() > 20 * TOLERANCE
@@ -74,7 +90,7 @@ def test_a_quantised_base_is_the_one_that_its_files_stand_for(variant: str, name
 @pytest.mark.parametrize("name", ["gptq", "fp8"])
 def test_a_gang_of_two_reads_its_rows_and_columns(name: str, tmp_path: Path) -> None:
     stock, oracle, _ = made("llama", name, tmp_path)
-    with gang(stock.gang_config(60, 2)) as (engine, workers):
+    with gang(stock.gang_config(200, 2)) as (engine, workers):
         outputs = requested(EngineRig(engine, stock.refs))
     assert [worker.exitcode for worker in workers] == [0, 0]
     assert difference(outputs, oracle) < TOLERANCE

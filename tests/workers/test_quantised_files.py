@@ -77,10 +77,15 @@ def test_a_fused_linear_is_split_by_its_rows(path: Path, tmp_path: Path) -> None
 
 def test_experts_in_blocks_of_four_bits_are_what_transformers_says(tmp_path: Path) -> None:
     (path,) = (path for path in FILES if path.stem == "mxfp4")
-    tensors, expected, config = opened(path)
+    tensors, expected, config = opened(path)  # `[experts, in, out]`
     shape = tuple(expected.shape)
     assert torch.equal(checkpoint(tmp_path, tensors, config).take(EXPERTS, shape), expected)
     assert torch.equal(checkpoint(tmp_path, tensors, config).take(EXPERTS, shape, rows=(1, 2)), expected[1:])
+    source = checkpoint(tmp_path, tensors, config)
+    source.split(EXPERTS, {"first": 1, "second": 1})
+    assert torch.equal(source.take("second", (1, *shape[1:]), rows=(0, 1)), expected[1:])
+    assert source.take("first", (1, *shape[1:]), rows=(0, 0)).shape == (0, *shape[1:])
+    source.finish()
 
 
 def test_a_linear_of_16_bits_is_read_as_it_is(tmp_path: Path) -> None:
@@ -88,6 +93,20 @@ def test_a_linear_of_16_bits_is_read_as_it_is(tmp_path: Path) -> None:
     plain = torch.randn(4, 8).bfloat16()
     source = checkpoint(tmp_path, tensors | {"lm_head.weight": plain}, config)
     assert torch.equal(source.take("lm_head.weight", (4, 8)), plain.float())
+
+
+def test_biases_of_zeros_are_no_biases_and_others_are_missed(tmp_path: Path) -> None:
+    """AutoGPTQ wrote them for linears that have none."""
+    (path,) = (path for path in FILES if path.stem == "gptq_int4")
+    tensors, expected, config = opened(path)
+    bias = WEIGHT.replace("weight", "bias")
+    source = checkpoint(tmp_path, tensors | {bias: torch.zeros(24)}, config)
+    source.take(WEIGHT, tuple(expected.shape))
+    source.finish()
+    source = checkpoint(tmp_path, tensors | {bias: torch.ones(24)}, config)
+    source.take(WEIGHT, tuple(expected.shape))
+    with pytest.raises(ValueError, match=r"has 1 tensors that this model has no place for: .*q_proj\.bias"):
+        source.finish()
 
 
 def without(suffix: str) -> Callable[[Tensors], Tensors]:
@@ -156,8 +175,8 @@ def weights_of(stem: str, **changes: Any) -> dict[str, Any]:
         (config_of("ct_int4_group") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme = .* null is accepted"),
         (config_of("ct_int4_group") | {"transform_config": {"R1": {}}}, "transform_config = .* changes what linears"),
         (
-            config_of("ct_int4_group") | {"quantization_status": "frozen"},
-            "quantization_status = 'frozen': 'compressed'",
+            config_of("ct_int4_group") | {"quantization_status": "initialized"},
+            "quantization_status = 'initialized': 'compressed'",
         ),
         (config_of("ct_int4_group") | {"ignore": ["re:("]}, r"ignore = 're:\(': no regular expression"),
         (weights_of("ct_int4_group", num_bits=2), r"group_0\.weights: num_bits = 2: 4 or 8"),

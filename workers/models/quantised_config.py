@@ -263,7 +263,8 @@ def _mxfp4(keys: _Keys) -> _Formats:
 
 
 def _compressed_tensors(keys: _Keys) -> _Formats:
-    keys.one_of("quantization_status", ("compressed",), "compressed")
+    # Of a frozen one the tensors say whether they are compressed: else its scales are left over.
+    keys.one_of("quantization_status", ("compressed", "frozen"), "compressed")
     keys.skip("global_compression_ratio", "version")
     keys.names("ignore")
     keys.absent("kv_cache_scheme", reason="KV with scales from the file is not supported: null is accepted")

@@ -192,6 +192,7 @@ class QuantisedCheckpoint(Checkpoint):
         super().__init__(folder, dtype, device, on_progress)
         self._linears: dict[str, _Linear] = {}  # by the name of the weight that they stand for
         self._find_linears(quantisation)
+        self._modules = {linear.module for linear in self._linears.values()}
         self._total = len(self._where) + len(self._linears)
 
     def take(
@@ -201,19 +202,21 @@ class QuantisedCheckpoint(Checkpoint):
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        if len(shape) == 3 and name in self._linears:  # of experts, of which `rows` are some
+        if len(shape) == 3 and name in self._linears:
             assert columns is None, "experts are read whole"
-            weight = self._experts(name, shape, rows or (0, shape[0]))
-            return weight.dequantised().to(self._dtype).view(-1, *shape[1:])
+            return self._experts(name, shape, rows or (0, shape[0]))
         quantised = self.take_quantised(name, shape, rows, columns)
         if quantised is None:
             return super().take(name, shape, rows, columns)
         return quantised.dequantised().to(self._dtype)
 
-    def _experts(self, name: str, shape: tuple[int, ...], experts: tuple[int, int]) -> QuantisedWeight:
-        (num_experts, num_out, num_in), (first, stop) = shape, experts
-        linear = self._linears.pop(name)
-        return self._read(linear, (num_experts * num_out, num_in), (first * num_out, stop * num_out), (0, num_in))
+    def _experts(self, name: str, shape: tuple[int, ...], experts: tuple[int, int]) -> torch.Tensor:
+        """Some experts of a layer `[num_experts, in, out]`, as they are stored in 16 bits: in four outputs are rows."""
+        linear, (num_experts, num_in, num_out) = self._linears.pop(name), shape
+        first, all_experts = (0, num_experts) if linear.rows is None else (linear.rows[0], linear.num_rows)
+        rows = ((first + experts[0]) * num_out, (first + experts[1]) * num_out)
+        weight = self._read(linear, (all_experts * num_out, num_in), rows, (0, num_in)).dequantised()
+        return weight.to(self._dtype).view(-1, num_out, num_in).transpose(1, 2)
 
     def take_quantised(
         self,
@@ -261,6 +264,10 @@ class QuantisedCheckpoint(Checkpoint):
             raise ValueError(
                 f"{self._folder} has {len(self._linears)} weights that this model has no place for: {names}"
             )
+        for name in [name for name in self._where if name.removesuffix(".bias") in self._modules]:
+            place = self._where[name]
+            if not place.file.get_tensor(place.name).any():  # type: ignore[no-untyped-call]
+                del self._where[name]  # AutoGPTQ wrote zeros for linears that have no bias
         super().finish()
 
     def _find_linears(self, quantisation: Quantisation) -> None:
