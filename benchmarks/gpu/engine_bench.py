@@ -129,6 +129,9 @@ class RandomWeights:
 
     def take_quantised(self, *_: object, **__: object) -> None: ...
 
+    def __contains__(self, name: str) -> bool:
+        return False
+
     def has_other_head(self) -> bool:
         return False
 

@@ -298,7 +298,7 @@ def test_long_beams_begin_over_several_steps() -> None:
     window=st.sampled_from([None, None, 4, 9]),
     layers=st.sampled_from([None, FullLayers((1, 3, 5), 6)]),
     prefix_cache=st.booleans(),
-    num_state_pages=st.sampled_from([0, 0, 0, 2]),
+    num_state_pages=st.sampled_from([0, 0, 0, 2, 5]),
 )
 def test_rounds_are_the_same_however_the_pool_fills(
     seed: int,
@@ -313,7 +313,7 @@ def test_rounds_are_the_same_however_the_pool_fills(
 ) -> None:
     rng = random.Random(seed)
     if num_state_pages:
-        num_pages, tiers, window = num_pages + 10, TierSizes(), None
+        tiers, window = TierSizes(), None
     of = limits(num_pages, budget, window=window, num_state_pages=num_state_pages)
     if window is not None and layers is not None:
         of = GangLimits(64, 100, 4, num_pages, budget, 8, window, layers)

@@ -76,6 +76,16 @@ def test_samples_of_one_prompt_store_it_once_though_they_come_together() -> None
     run(s, worker)
 
 
+@pytest.mark.parametrize("num_more_pages", range(6))
+def test_a_snapshot_that_the_pool_has_no_room_for_beside_a_sequence_keeps_it_from_nothing(num_more_pages: int) -> None:
+    of = limits(num_pages=5 + 8 + num_more_pages, num_state_pages=5)
+    s, worker = scheduler(of), Worker(of)
+    worker.sequence_of = s._running.by_id.__getitem__
+    ask(s, worker, asking(1, PROMPT[:13], 2))
+    ask(s, worker, asking(2, PROMPT, 2))
+    assert worker.num_computed == 13 + 1 + 31 - (12 if num_more_pages == 5 else 0)
+
+
 def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be another's."""
     s, worker = rig(budget=2)

@@ -13,7 +13,7 @@ from ..window_pages import GangLimits, pages_for
 from .beam_searches import BeamGroup, BeamSearches
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence
-from .prefix_reuse import PrefixReuse
+from .prefix_reuse import FoundPrefix, PrefixReuse
 from .prompt_planner import OlderSequences
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
@@ -144,7 +144,15 @@ class DecodePlanner:
             return True
         if not self._prefixes.make_keys(beam):
             return False
-        prefix, limits = self._prefixes.found_beside(beam, group.root), self._limits
+        prefix = self._prefixes.found_beside(beam, group.root)
+        # A snapshot takes room that the pool may not have, however many are preempted.
+        return self._begin(group, beam, older, prefix) or (
+            bool(prefix.state_pages) and self._begin(group, beam, older, FoundPrefix())
+        )
+
+    def _begin(self, group: BeamGroup, beam: GrowingSequence, older: OlderSequences, prefix: FoundPrefix) -> bool:
+        """Begins a beam on the pages of this prefix. False: there is no room."""
+        limits = self._limits
         num_pages = pages_for(beam.num_uncomputed, limits.block_size) - prefix.num_pages
         max_pages = limits.most_pages(beam.num_uncomputed) - len(prefix.held_pages)
         num_pages = min(num_pages, max(1, max_pages)) + limits.num_state_pages

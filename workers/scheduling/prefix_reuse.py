@@ -156,6 +156,7 @@ class PrefixReuse:
         if self._limits.full_layers is not None and len(prefix.pages) > (max_pages := self._most_found(sequence)):
             prefix = self._cut(keys, prefix, max_pages)
             keys = keys[: prefix.num_pages]
+        prefix = self._as_fits(sequence, prefix)
         sequence.was_looked_up = True
         self._waiting.set_found(sequence, prefix.num_pages * self._block_size)
         base = prefix if self._limits.window is None else self._copy_base(keys, prefix)
@@ -167,6 +168,16 @@ class PrefixReuse:
         if base is not prefix and sequence.awaited_key not in self._pending:
             self._await_next(sequence, prefix, keys)
         return None if sequence.awaited_key in self._pending else prefix
+
+    def _as_fits(self, sequence: GrowingSequence, prefix: FoundPrefix) -> FoundPrefix:
+        """The prefix, or none of it where the pool has no room for its snapshot beside all that the sequence takes.
+
+        The snapshot is held until the sequence has its copy, so it could not be evicted for the rest.
+        """
+        num_pages = self._limits.needed_pages(len(sequence.token_ids)) + sequence.num_adapter_pages
+        if prefix.state_pages and num_pages + len(prefix.state_pages) > self._limits.num_pages:
+            return FoundPrefix(num_kv_pages=prefix.num_kv_pages)
+        return prefix
 
     def found_beside(self, sequence: GrowingSequence, running: GrowingSequence) -> FoundPrefix:
         """The sequence's prefix in the pool, or what it has in common with a running one if that is more.
