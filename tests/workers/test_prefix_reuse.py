@@ -86,6 +86,24 @@ def test_a_snapshot_that_the_pool_has_no_room_for_beside_a_sequence_keeps_it_fro
     assert worker.num_computed == 13 + 1 + 31 - (12 if num_more_pages == 5 else 0)
 
 
+@pytest.mark.parametrize(("budget", "num_tokens"), [(4, 9), (8, 17), (8, 20), (16, 17), (16, 30)])
+def test_a_state_is_kept_where_a_chunk_ends_too_and_the_next_token_may_be_the_last(
+    budget: int, num_tokens: int
+) -> None:
+    prompt, of = PROMPT[:num_tokens], limits(60, budget, num_state_pages=2)
+    again = num_tokens - (num_tokens - 1) // 4 * 4 + 1
+    s, worker = scheduler(of), Worker(of)
+    worker.sequence_of = s._running.by_id.__getitem__
+    ask(s, worker, asking(1, prompt, 2))
+    ask(s, worker, asking(2, prompt, 2))
+    assert worker.num_computed == num_tokens + 1 + again
+    s, worker = scheduler(of), Worker(of)
+    for number in range(3):
+        assert s.add(asking(number, prompt, 2), 0) is None
+    run(s, worker)
+    assert worker.num_computed == num_tokens + 1 + 2 * again, "who came with the first one did not wait for its state"
+
+
 def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be another's."""
     s, worker = rig(budget=2)

@@ -282,6 +282,10 @@ class GrowingSequence:
         pages, self.num_gone = self.pages[self.num_gone : num_gone], num_gone
         return pages
 
+    def keeps_state(self, position: int) -> bool:
+        """Whether its recurrent state after so many tokens is to be kept."""
+        return position in self.snapshots_at
+
     def state_plan(self, start: int, snapshots: Iterable[StateSnapshot] = ()) -> StatePlan | None:
         """Where its state is for a part of a plan that begins at position `start`; None: the base has none.
 

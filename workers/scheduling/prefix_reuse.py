@@ -398,6 +398,10 @@ class PrefixReuse:
             self._copied_from += pages
             self._copies += map(PageCopy, pages, state.pages)
 
+    def skip_snapshot(self, sequence: GrowingSequence, position: int) -> None:
+        """The state there is not kept, so none waits for it."""
+        self._stop_coming(sequence, sequence.page_keys[position // self._block_size - 1])
+
     def end_snapshot(self, state: StateSnapshot, *, was_dropped: bool) -> None:
         """The plan has been computed. Others go on from the state, unless the sequence has left since."""
         del self._snapshots[state.pages]
@@ -406,6 +410,7 @@ class PrefixReuse:
             key = sequence.page_keys[depth - 1]
             num_blocks = depth - sequence.num_at_start // self._block_size
             self._cache.insert_state(state.pages, key, depth, num_blocks, sequence.adapter_digest)
+            self._stop_coming(sequence, key)
         self._cache.release(state.pages)
 
     def is_shared(self, page: int, num_holders: int) -> bool:
@@ -480,7 +485,8 @@ class PrefixReuse:
                 start = depth * self._block_size
                 token_ids = sequence.token_ids[start : start + self._block_size]
                 self._cache.index_content(key, self._link(sequence, depth), token_ids)
-            self._stop_coming(sequence, key)
+            if not (sequence.snapshots_at and depth + 1 == num_full and sequence.keeps_state(sequence.num_computed)):
+                self._stop_coming(sequence, key)  # else its state comes with the next plan
         sequence.num_kept_pages = num_full
         self._note_tail(sequence)
 
@@ -512,7 +518,7 @@ class PrefixReuse:
     def leave(self, sequence: GrowingSequence) -> None:
         """The sequence stops running: its pages are released, if they are many in later steps."""
         self._forget_tail(sequence)
-        for key in sequence.page_keys[sequence.num_kept_pages :]:
+        for key in sequence.page_keys[max(0, sequence.num_kept_pages - 1) :]:  # the last kept one may lack its state
             self._stop_coming(sequence, key)
         if self._copies:  # into its pages, which may be others' in the step that is planned
             pages = frozenset(sequence.held_pages)
@@ -524,6 +530,7 @@ class PrefixReuse:
         sequence.num_computed = sequence.num_kept_pages = sequence.num_found = 0
         sequence.was_looked_up = sequence.tokens_sent = False
         sequence.awaited_key = sequence.num_brought = None
+        sequence.snapshots_at = ()
 
     def disown(self, sequence: GrowingSequence) -> None:
         """Forgets the pages that the sequence has computed, in all tiers, as their numbers are not finite."""

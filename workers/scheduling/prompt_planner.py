@@ -140,7 +140,8 @@ class PromptPlanner:
         for position in self._prefixes.snapshot_positions(sequence, start, start + num_tokens) if num_pages else ():
             num_left_free = self._running.reserve.min_pages
             if not self._memory.has_room(num_pages + num_left_free, frozenset()):
-                break
+                self._prefixes.skip_snapshot(sequence, position)
+                continue
             self._memory.make_room(num_pages, frozenset())
             state = StateSnapshot(sequence, position, self._memory.allocator.allocate(num_pages) or ())
             self._prefixes.begin_snapshot(state, start)

@@ -87,7 +87,7 @@ class PlannedStep:
                     is_fed,
                     None,
                     pool,
-                    sequence.state_plan(start),
+                    sequence.state_plan(start) if sequence.state_pages else None,
                 )
             )
         if drops:
@@ -203,7 +203,7 @@ class RunningSequences:
         self.num_places += sequence.num_places
         self.num_beams += sequence.beams is not None
         insort(self.by_tenant.setdefault(sequence.counter, []), sequence, key=by_arrival)
-        is_prompt = sequence.num_unplanned > 1
+        is_prompt = not _ends(sequence)
         insort(self.prompts if is_prompt else self.decoding, sequence, key=by_arrival)
         self._bursts.change(sequence.counter, is_prompt, not is_prompt)
 
@@ -221,7 +221,7 @@ class RunningSequences:
         remove_by_arrival(sequences, sequence)
         if not sequences:
             del self.by_tenant[sequence.counter]
-        is_prompt = sequence.num_unplanned > 1
+        is_prompt = not _ends(sequence)
         remove_by_arrival(self.prompts if is_prompt else self.decoding, sequence)
         self._bursts.change(sequence.counter, -is_prompt, is_prompt - 1)
 
@@ -240,8 +240,8 @@ class RunningSequences:
         return removed
 
     def end_prompts(self) -> None:
-        """Moves prompts with at most one unplanned token to `decoding`."""
-        for sequence in [each for each in self.prompts if each.num_unplanned <= 1]:
+        """Moves prompts with at most one unplanned token to `decoding`, unless a state is to be kept before it."""
+        for sequence in [each for each in self.prompts if _ends(each)]:
             remove_by_arrival(self.prompts, sequence)
             insort(self.decoding, sequence, key=by_arrival)
             self._bursts.change(sequence.counter, -1, 1)
@@ -264,10 +264,15 @@ class RunningSequences:
         for sequence in self.decoding:  # beams wait for each other
             min_unplanned = 1 if sequence.beams is None else 0
             assert min_unplanned <= sequence.num_unplanned <= 1, "a sequence decodes, and has other tokens to compute"
-        assert all(s.num_unplanned > 1 for s in self.prompts), "a prompt has no tokens left"
+        assert not any(_ends(s) for s in self.prompts), "a prompt has no tokens left"
 
 
 def _served(sequence: GrowingSequence) -> Rank:
     """What its tenant was served without what the sequence would lose, as a rank."""
     counter = sequence.counter
     return counter.is_background, counter.value - prompt_price(sequence.num_to_lose) / counter.weight, sequence.arrival
+
+
+def _ends(prompt: GrowingSequence) -> bool:
+    """At most one token is unplanned, and may be computed like those of an answer, with which no state is kept."""
+    return prompt.num_unplanned <= 1 and not prompt.keeps_state(prompt.next_position)
