@@ -5,10 +5,10 @@
 // strides and offsets are in elements; the Python side (../native/) has checked them.
 
 #include "attention.h"
+#include "four_bits.h"
 #include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
-#include "quantised_linear.h"
 #include "rows.h"
 #include "sampling.h"
 #include "step.h"

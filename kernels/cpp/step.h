@@ -7,10 +7,10 @@
 
 #include "attention.h"
 #include "experts.h"
+#include "four_bits.h"
 #include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
-#include "quantised_linear.h"
 #include "rows.h"
 
 namespace motet {

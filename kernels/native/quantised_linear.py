@@ -1,4 +1,4 @@
-"""Linears on weights of four and eight bits in C++ (`cpp/quantised_linear.h`)."""
+"""Linears on weights of four and eight bits in C++ (`cpp/quantised_linear.h`, `cpp/four_bits.h`)."""
 
 from __future__ import annotations
 

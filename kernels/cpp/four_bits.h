@@ -1,0 +1,331 @@
+// Linear layers on weights of four bits, packed by ../native/quantised_linear.py. The contract is ../quantised.py.
+//
+// Each code stands for one of 16 numbers, less a zero point of its group of inputs, times the group's scale. A
+// word has the codes of eight inputs of an output: of even ones in its low half, of odd ones in its high half, the first
+// ones lowest. x keeps its dtype, and sums of a group are floats.
+#pragma once
+
+#include <vector>
+
+#include "quantised_linear.h"
+
+namespace motet {
+
+constexpr int64_t kCodes = 8;  // of a word
+// Rows of a tile: few with all vectors of a panel, or more with some of them, so that their sums fill the registers.
+#ifdef __AVX512F__
+constexpr int kFewRows = 4, kCodeRows = 12, kCodeVectors = 2;
+#else
+constexpr int kFewRows = 3, kCodeRows = kTileRows, kCodeVectors = 1;
+#endif
+constexpr int64_t kPartInputs = 128;  // of which the numbers stay in the first cache level, for the next tiles of rows
+
+inline Floats widen_bytes(const int8_t* from) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+    const __m128i first = _mm_loadl_epi64((const __m128i*)from), last = _mm_loadl_epi64((const __m128i*)(from + 8));
+    return {(FloatPart)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(first)),
+            (FloatPart)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(last))};
+#else
+    float wide[kLanes];
+    for (int i = 0; i < kLanes; i++) wide[i] = float(from[i]);
+    return load(wide);
+#endif
+}
+
+// The numbers of 16 outputs for the inputs that the CPU multiplies at once, from their words.
+template <class Input>
+struct CodeTable;
+
+#ifdef MOTET_BF16_PRODUCTS
+template <>
+struct CodeTable<Bfloat16> {
+    typedef __m512bh Value;
+    __m512i numbers;  // twice, because a look-up takes five bits of a code and what lies above it
+    explicit CodeTable(const float* table) {
+        Bfloat16 twice[32];
+        for (int i = 0; i < 32; i++) assign(twice[i], table[i % 16]);
+        std::memcpy(&numbers, twice, sizeof numbers);
+    }
+    Value of(const uint32_t* words, int step) const {
+        const __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(words), unsigned(4 * step));
+        return (Value)_mm512_permutexvar_epi16(codes, numbers);
+    }
+    static Value kept(const Bfloat16* from) { return (Value)_mm512_loadu_si512(from); }
+    static void keep(Bfloat16* to, const Value& weights) { _mm512_storeu_si512(to, (__m512i)weights); }
+    static Value all(const Bfloat16* x) {  // two inputs, as a float, because GCC takes integers through other registers
+        float both;
+        std::memcpy(&both, x, sizeof both);
+        return (Value)_mm512_set1_ps(both);
+    }
+    static void add(Floats& sum, const Value& weights, const Value& x) {
+        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, x, weights);
+    }
+};
+#endif
+
+template <>
+struct CodeTable<float> {
+    typedef Floats Value;
+    static Value kept(const float* from) { return load(from); }
+    static void keep(float* to, const Value& weights) { store(to, weights); }
+    static Value all(const float* x) {
+#if defined(__AVX__) && !defined(__AVX512F__)
+        const FloatPart value = (FloatPart)_mm256_broadcast_ss(x);  // GCC would load it and broadcast then
+        return {value, value};
+#else
+        return broadcast(*x);
+#endif
+    }
+    static void add(Floats& sum, const Value& weights, const Value& x) { sum += weights * x; }
+#if defined(__AVX512F__)
+    __m512 numbers;
+    explicit CodeTable(const float* table) : numbers(_mm512_loadu_ps(table)) {}
+    Floats at(const uint32_t* words, int shift) const {
+        return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), unsigned(shift)), numbers);
+    }
+#elif defined(__AVX2__)
+    __m256 first, last;
+    explicit CodeTable(const float* table) : first(_mm256_loadu_ps(table)), last(_mm256_loadu_ps(table + 8)) {}
+    FloatPart half(const uint32_t* words, int shift) const {
+        const __m256i all = _mm256_loadu_si256((const __m256i*)words), codes = _mm256_srli_epi32(all, shift);
+        const __m256 is_last = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));  // the fourth bit as a sign
+        return (FloatPart)_mm256_blendv_ps(_mm256_permutevar8x32_ps(first, codes),
+                                           _mm256_permutevar8x32_ps(last, codes), is_last);
+    }
+    Floats at(const uint32_t* words, int shift) const { return {half(words, shift), half(words + 8, shift)}; }
+#else
+    const float* table;
+    explicit CodeTable(const float* table) : table(table) {}
+    Floats at(const uint32_t* words, int shift) const {
+        float numbers[kLanes];
+        for (int i = 0; i < kLanes; i++) numbers[i] = table[words[i] >> shift & 15];
+        return load(numbers);
+    }
+#endif
+    Value of(const uint32_t* words, int step) const { return at(words, step / 2 * 4 + step % 2 * 16); }
+};
+
+template <class T, class Y>
+struct CodeCall {
+    const typename Outputs<T>::Input* x;  // by tiles: what is multiplied at once of all rows of a tile, then the next
+    const float* x_sums;                  // [rows, parts]: of a part's inputs; null: there are no zero points
+    const uint32_t* weight;
+    const float* scales;  // [panels, groups, outputs of a panel]
+    const int8_t* zeros;  // likewise; none: null
+    const float* table;
+    const T* bias;  // none: null
+    Y* y;
+    int64_t y_stride, num_in, num_out, group_size, num_parts;
+};
+
+// Inputs of one group, at most `kPartInputs`.
+struct CodePart {
+    int64_t index, group, start, stop;
+};
+
+// Calls `use(part)` with all parts in order.
+template <class F>
+inline int64_t each_part(int64_t num_in, int64_t group_size, F use) {
+    int64_t index = 0;
+    for (int64_t group = 0; group * group_size < num_in; group++) {
+        const int64_t last = std::min(num_in, (group + 1) * group_size);
+        for (int64_t start = group * group_size; start < last; start += kPartInputs)
+            use(CodePart{index++, group, start, std::min(last, start + kPartInputs)});
+    }
+    return index;
+}
+
+// Adds a part of some vectors of a panel, from `vector` on, to the totals of a tile of rows. `kept`: the numbers of the
+// weights, written if `is_first`; null: they are not kept.
+template <int kRows, int kVectors, class T, class Y>
+void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const CodePart& part, int64_t row,
+                float* totals, typename Outputs<T>::Input* kept, bool is_first) {
+    typedef typename Outputs<T>::Input Input;
+    typedef typename CodeTable<Input>::Value Value;
+    constexpr int64_t kDepth = Outputs<Input>::kDepth, kSteps = kCodes / kDepth, kWidth = kLanes * kDepth;
+    const Input* x = call.x + row * call.num_in + part.start * kRows;
+    Input* numbers = kept ? kept + vector * kWidth : nullptr;
+    Floats sums[kRows][kVectors];
+#pragma GCC unroll 12
+    for (int m = 0; m < kRows; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; v++) sums[m][v] = Floats{};
+    const auto add = [&](const Value(&weights)[kVectors]) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+        for (int m = 0; m < kRows; m++, x += kDepth) {
+            const Value inputs = CodeTable<Input>::all(x);
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) CodeTable<Input>::add(sums[m][v], weights[v], inputs);
+        }
+    };
+    const int64_t blocks = (part.stop - part.start) / kCodes;
+    Value weights[kVectors];
+    if (is_first) {
+        const CodeTable<Input> table(call.table);
+        const uint32_t* words = call.weight + (panel * call.num_in + part.start) / kCodes * kNarrowOutputs;
+        words += vector * kLanes;
+        for (int64_t block = 0; block < blocks; block++, words += kNarrowOutputs) {
+            const char* ahead = (const char*)words + kWeightsAhead;
+            for (int64_t line = 0; line < kVectors; line++) __builtin_prefetch(ahead + line * 64, 0, 2);
+#pragma GCC unroll 8
+            for (int step = 0; step < kSteps; step++) {
+#pragma GCC unroll 4
+                for (int v = 0; v < kVectors; v++) weights[v] = table.of(words + v * kLanes, step);
+                if (numbers) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < kVectors; v++) CodeTable<Input>::keep(numbers + v * kWidth, weights[v]);
+                    numbers += kNarrowVectors * kWidth;
+                }
+                add(weights);
+            }
+        }
+    } else {
+        for (int64_t step = 0; step < blocks * kSteps; step++, numbers += kNarrowVectors * kWidth) {
+#pragma GCC unroll 4
+            for (int v = 0; v < kVectors; v++) weights[v] = CodeTable<Input>::kept(numbers + v * kWidth);
+            add(weights);
+        }
+    }
+    const int64_t num_groups = (call.num_in + call.group_size - 1) / call.group_size;
+    const int64_t at = (panel * num_groups + part.group) * kNarrowOutputs + vector * kLanes;
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) {
+        const Floats scale = load(call.scales + at + v * kLanes);
+        Floats zeros = {};
+        if (call.zeros) zeros = widen_bytes(call.zeros + at + v * kLanes);
+#pragma GCC unroll 12
+        for (int m = 0; m < kRows; m++) {
+            float* total = totals + ((row + m) * kNarrowVectors + vector + v) * kLanes;
+            Floats sum = sums[m][v];
+            if (call.zeros) sum = sum - zeros * call.x_sums[(row + m) * call.num_parts + part.index];
+            store(total, part.index == 0 ? sum * scale : load(total) + sum * scale);
+        }
+    }
+}
+
+template <int kRows, class T, class Y>
+void codes_tile_of(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part, int64_t row, int64_t num_rows,
+                   float* totals, typename Outputs<T>::Input* kept, bool is_first) {
+    if constexpr (kRows > 0) {
+        if (num_rows < kRows) return codes_tile_of<kRows - 1>(call, panel, part, row, num_rows, totals, kept, is_first);
+        constexpr int kVectors = kRows <= kFewRows ? kNarrowVectors : kCodeVectors;
+        for (int64_t vector = 0; vector < kNarrowVectors; vector += kVectors)
+            codes_tile<kRows, kVectors>(call, panel, vector, part, row, totals, kept, is_first);
+    }
+}
+
+// Some tiles of the rows of a call, which are about equally high.
+struct CodeTiles {
+    int64_t num_rows, count;  // of all
+    explicit CodeTiles(int64_t num_rows) : num_rows(num_rows), count((num_rows + kCodeRows - 1) / kCodeRows) {}
+    int64_t row(int64_t tile) const { return num_rows * tile / count; }
+};
+
+// Keeps the numbers of a part of a panel, where registers hold no sums beside the table.
+template <class T, class Y>
+void keep_numbers(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part, typename Outputs<T>::Input* kept) {
+    typedef CodeTable<typename Outputs<T>::Input> Table;
+    constexpr int64_t kDepth = Outputs<typename Outputs<T>::Input>::kDepth, kWidth = kLanes * kDepth;
+    const Table table(call.table);
+    const uint32_t* words = call.weight + (panel * call.num_in + part.start) / kCodes * kNarrowOutputs;
+    for (int64_t i = part.start; i < part.stop; i += kCodes, words += kNarrowOutputs) {
+        __builtin_prefetch((const char*)words + kWeightsAhead, 0, 2);
+#pragma GCC unroll 8
+        for (int step = 0; step < kCodes / kDepth; step++)
+#pragma GCC unroll 4
+            for (int v = 0; v < kNarrowVectors; v++, kept += kWidth)
+                Table::keep(kept, table.of(words + v * kLanes, step));
+    }
+}
+
+// Computes tiles `first` to `last` for panels `start` to `stop` of outputs.
+template <class T, class Y>
+void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t first, int64_t last, int64_t start,
+                  int64_t stop) {
+    typedef typename Outputs<T>::Input Input;
+    static thread_local std::vector<Input> kept(size_t(kPartInputs * kNarrowOutputs));
+    static thread_local std::vector<float> spare;
+    const int64_t first_row = tiles.row(first), num_rows = tiles.row(last) - first_row;
+    spare.resize(std::max(spare.size(), size_t(num_rows * kNarrowOutputs)));
+    float* totals = spare.data() - first_row * kNarrowOutputs;
+    for (int64_t panel = start; panel < stop; panel++) {
+        each_part(call.num_in, call.group_size, [&](const CodePart& part) {
+            const bool keeps_first = kCodeVectors == kNarrowVectors && num_rows > kFewRows;
+            const bool keeps = keeps_first || last - first > 1;
+            if (keeps_first) keep_numbers(call, panel, part, kept.data());
+            for (int64_t tile = first; tile < last; tile++)
+                codes_tile_of<kCodeRows>(call, panel, part, tiles.row(tile), tiles.row(tile + 1) - tiles.row(tile),
+                                         totals, keeps ? kept.data() : nullptr, tile == first && !keeps_first);
+        });
+        for (int v = 0; v < kNarrowVectors; v++) {
+            const int64_t column = (panel * kNarrowVectors + v) * kLanes, count = call.num_out - column;
+            if (count <= 0) break;
+            const Floats bias = call.bias ? load(call.bias + column, count) : Floats{};
+            for (int64_t row = first_row; row < first_row + num_rows; row++) {
+                const Floats total = load(totals + (row * kNarrowVectors + v) * kLanes);
+                store(call.y + row * call.y_stride + column, rounded<T>(total + bias), count);
+            }
+        }
+    }
+}
+
+// The rows of x in the order in which tiles read them, in `to`.
+template <class T>
+void order_inputs(const T* x, int64_t x_stride, const CodeTiles& tiles, int64_t num_in, typename Outputs<T>::Input* to,
+                  int num_threads) {
+    typedef typename Outputs<T>::Input Input;
+    constexpr int64_t kDepth = Outputs<T>::kDepth;
+    share_rows(num_in / kCodes, kCodes * tiles.num_rows, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t tile = 0; tile < tiles.count; tile++) {
+            const int64_t first = tiles.row(tile), rows = tiles.row(tile + 1) - first;
+            for (int64_t m = 0; m < rows; m++) {
+                const T* from = x + (first + m) * x_stride;
+                Input* own = to + first * num_in + m * kDepth;
+                for (int64_t i = start * kCodes; i < end * kCodes; i += kDepth)
+                    for (int64_t d = 0; d < kDepth; d++) assign(own[i * rows + d], to_float(from[i + d]));
+            }
+        }
+    });
+}
+
+// y = x Wᵀ + bias of weights of four bits; `num_in` and `group_size` are multiples of eight.
+template <class T, class Y>
+void linear_of_codes(const T* x, int64_t x_stride, int64_t num_rows, CodeCall<T, Y> call, int num_threads) {
+    typedef typename Outputs<T>::Input Input;
+    if (num_rows == 0) return;
+    static thread_local std::vector<Input> ordered;
+    static thread_local std::vector<float> kept_sums;
+    const CodeTiles tiles(num_rows);
+    if constexpr (std::is_same<T, Input>::value)
+        if (num_rows == 1) call.x = x;  // it is in order
+    if (!call.x) {
+        ordered.resize(std::max(ordered.size(), size_t(num_rows * call.num_in)));
+        order_inputs(x, x_stride, tiles, call.num_in, ordered.data(), num_threads);
+        call.x = ordered.data();
+    }
+    call.num_parts = each_part(call.num_in, call.group_size, [](const CodePart&) {});
+    if (call.zeros) {
+        kept_sums.resize(std::max(kept_sums.size(), size_t(num_rows * call.num_parts)));
+        float* x_sums = kept_sums.data();
+        share_rows(num_rows, call.num_in, num_threads, [&](int64_t start, int64_t end) {
+            for (int64_t row = start; row < end; row++)
+                each_part(call.num_in, call.group_size, [&](const CodePart& part) {
+                    Floats total = {};
+                    for (int64_t i = part.start; i < part.stop; i += kLanes)
+                        total += load(x + row * x_stride + i, part.stop - i);
+                    x_sums[row * call.num_parts + part.index] = sum(total);
+                });
+        });
+        call.x_sums = x_sums;
+    }
+    const int64_t num_panels = (call.num_out + kNarrowOutputs - 1) / kNarrowOutputs;
+    const int64_t near = std::max(kLeastBlock, kNearInputs / std::max<int64_t>(1, call.num_in)) / kCodeRows;
+    share_ranges(num_panels, blocks_of(num_panels, num_threads), num_threads, [&](int64_t start, int64_t stop) {
+        for (int64_t tile = 0; tile < tiles.count; tile += near)
+            codes_panels(call, tiles, tile, std::min(tile + near, tiles.count), start, stop);
+    });
+}
+
+}  // namespace motet
