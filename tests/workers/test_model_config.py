@@ -50,6 +50,7 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 WIDE = {"max_position_embeddings": 8192}
+QWEN3_5: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
 
 
 def folder(tmp_path: Path, **changes: Any) -> Path:
@@ -183,6 +184,16 @@ def test_sliding_windows_are_those_of_the_family(
         (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 5}, "= 5: 1 to 4, the number"),
         ({"quantization_config": {"bits": 4}}, "quant_method = None is not supported"),
         ({"num_key_value_heads": 3}, "no multiple of 3"),
+        (
+            QWEN3_5 | {"full_attention_interval": 4},
+            "full_attention_interval = 4: of num_hidden_layers = 2 at least one",
+        ),
+        (
+            QWEN3_5 | {"layer_types": ["linear_attention"] * 2},
+            r"layer_types = \[.*\]: of num_hidden_layers = 2 at least",
+        ),
+        (QWEN3_5 | {"linear_num_value_heads": 24}, "linear_num_value_heads = 24: a multiple of linear_num_key_heads ="),
+        (QWEN3_5 | {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1: a whole number from 2"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -104,6 +104,19 @@ def test_a_state_is_kept_where_a_chunk_ends_too_and_the_next_token_may_be_the_la
     assert worker.num_computed == num_tokens + 1 + 2 * again, "who came with the first one did not wait for its state"
 
 
+@pytest.mark.parametrize("num_pages", [19, 20, 21])
+def test_no_adapter_that_a_sequence_waits_with_goes_for_a_snapshot(num_pages: int) -> None:
+    of, num_loads = limits(num_pages, budget=4, num_state_pages=3), 0
+    s, worker = scheduler(of), Worker(of)
+    assert s.add(asking(1, PROMPT, 2, tenant="t"), 0) is None
+    assert s.add(asking(2, [*range(40, 60)], 2, adapter="a8", tenant="u"), 0) is None  # waits for room, and 8 pages
+    while s.has_work():
+        plan = s.schedule()
+        num_loads += len(plan.loads)
+        s.commit(plan, worker.execute(plan))
+    assert num_loads == 1
+
+
 def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be another's."""
     s, worker = rig(budget=2)

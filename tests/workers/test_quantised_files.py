@@ -130,7 +130,14 @@ def changed(suffix: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Call
         ("awq_int4", changed("qweight", lambda x: x[:, :2]), r"q_proj.qweight' has shape \(96, 2\): .* need \(96, 3\)"),
         ("gptq_int4", changed("scales", lambda x: x[:2]), r"q_proj.scales' has shape \(2, 24\): .* need \(3, 24\)"),
         ("gptq_int4", changed("scales", lambda x: x.int()), r"q_proj.scales' has the dtype I32: F32"),
-        ("gptq_int4", changed("g_idx", lambda x: x.flip(0)), r"q_proj.g_idx' has another order .* desc_act = false"),
+        ("gptq_int4", changed("g_idx", lambda x: x.flip(0)), r"q_proj.g_idx' has another order .* desc_act = true"),
+        ("gptq_int4_act_order", changed("g_idx", lambda x: x - 1), "q_proj.g_idx' has a group that is not: .* 0 to 2"),
+        ("gptq_int4_act_order", changed("g_idx", lambda x: x + 1), "q_proj.g_idx' has a group that is not: .* 0 to 2"),
+        (
+            "ct_int4_group",
+            lambda tensors: tensors | {WEIGHT + "_g_idx": torch.arange(96).flip(0) // 32},
+            r"q_proj.weight_g_idx' has another order .* actorder = 'group'",
+        ),
     ],
 )
 def test_missing_and_misshapen_tensors_are_refused_by_name(

@@ -147,6 +147,11 @@ class IdleOrder:
         """All idle items; faster than this object where thousands are looked up."""
         return self._idle
 
+    @property
+    def soon_adapters(self) -> AbstractSet[Item]:
+        """Adapters that will be used soon, idle or not."""
+        return {*self._soon_adapters}
+
     def num_pages_of(self, items: AbstractSet[Item]) -> int:
         """Pages of those among the items that are idle."""
         return sum(self._idle[item].num_pages for item in items if item in self._idle)

@@ -216,6 +216,11 @@ class PagedMemory:
         """Sets the adapters that will be used soon, the most urgent first; the least urgent is evicted first."""
         self._idle.want_soon(digests)
 
+    @property
+    def wanted_adapters(self) -> AbstractSet[Item]:
+        """Those that `want_soon` has set."""
+        return self._idle.soon_adapters
+
     def outdate(self, digest: str) -> None:
         """The adapter has no name any more: it and the pages computed with it are evicted first, in host memory too."""
         self.adapters.outdate(digest)

@@ -82,7 +82,10 @@ class RecurrentConfig:
         if not family.recurrent or not any(layers := recurrent_layers(values)):
             return None
         if all(layers):
-            raise ValueError("layer_types has 'linear_attention' alone: at least one layer with attention is needed")
+            key = "layer_types" if values["layer_types"] else "full_attention_interval"
+            raise ValueError(
+                f"{key} = {values[key]!r}: of num_hidden_layers = {len(layers)} at least one with attention is needed"
+            )
         num_key_heads, num_value_heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
         if num_value_heads % num_key_heads:
             raise ValueError(

@@ -164,6 +164,10 @@ def _nibbles(pairs: torch.Tensor) -> torch.Tensor:
     return torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
 
 
+# Tensors that say of which group each input is, and what the config says where that is not their order.
+_ORDERS: Final = {".g_idx": "desc_act = true", ".weight_g_idx": "actorder = 'group'"}
+
+
 # A model folder.
 
 
@@ -313,16 +317,21 @@ class QuantisedCheckpoint(Checkpoint):
             part = parts.get(suffix)
             return None if part is None else self._sliced(linear, part, shape, read)
 
-        if (
-            linear.stored.layout == "gptq"
-            and not linear.stored.is_reordered
-            and (order := tensor(".g_idx")) is not None
-        ):
-            in_order = torch.arange(column, column_stop, device=self._device) // (linear.stored.group_size or shape[1])
-            if not torch.equal(order.long(), in_order):
+        for suffix, needed in _ORDERS.items():
+            if (order := tensor(suffix)) is None:
+                continue
+            group_size, name = linear.stored.group_size or shape[1], linear.places[suffix].name
+            num_groups = -(-shape[1] // group_size)
+            if linear.stored.is_reordered and not (order.min() >= 0 and order.max() < num_groups):
                 raise ValueError(
-                    f"tensor {linear.places['.g_idx'].name!r} has another order than that of the inputs, and "
-                    "quantization_config: desc_act = false: true is needed"
+                    f"tensor {name!r} has a group that is not: numbers from 0 to {num_groups - 1} are needed"
+                )
+            in_order = torch.arange(column, column_stop, device=self._device) // group_size
+            is_unset = suffix == ".weight_g_idx" and bool((order == -1).any())  # which is no order
+            if not linear.stored.is_reordered and not is_unset and not torch.equal(order.long(), in_order):
+                raise ValueError(
+                    f"tensor {name!r} has another order than that of the inputs, and quantization_config does not say "
+                    f"so: {needed} is needed"
                 )
         weight = decode(linear.stored, (row_stop - row, column_stop - column), tensor)
         weight = weight.rows(slice(rows[0] - row, rows[1] - row))
