@@ -65,7 +65,7 @@ def _moved(segments: Sequence[LoraSegment], start: int, stop: int) -> tuple[Lora
 
 
 _MASK_GRACE = 0.02  # of a forward pass on a CPU, that masks may take longer
-_STATE_GRACE_S = 0.25  # where a late mask means that the sequence is preempted, as its state has gone on
+_STATE_GRACE_S = 0.02  # at least, where a late mask preempts its sequence, as the state has gone on
 
 
 class StepOutput(NamedTuple):
@@ -278,15 +278,15 @@ class Runner:
         self, inputs: StepInputs | DeviceInputs, device: torch.device, began_at: float
     ) -> tuple[dict[int, TokenMask], frozenset[int]]:
         """Masks by row, and the sequences whose masks are late, which means not made when the forward pass ends. On a
-        CPU that has ended already, so masks get a little more time than it took since `began_at`, or where layers
-        have a recurrent state `_STATE_GRACE_S`.
+        CPU that has ended already, so masks get a little more time than it took since `began_at`, and where layers
+        have a recurrent state `_STATE_GRACE_S` at least.
         """
         each = enumerate(zip(inputs.sample_ids, inputs.samples, strict=True))
         rows = {sequence_id: (row, sample.index) for row, (sequence_id, sample) in each if sample.is_constrained}
         if not rows:
             return {}, frozenset()
         has_states, now = self._geometry.state.num_pages > 0, time.perf_counter()
-        until = now + (_STATE_GRACE_S if has_states else _MASK_GRACE * (now - began_at))
+        until = now + max(_STATE_GRACE_S if has_states else 0.0, _MASK_GRACE * (now - began_at))
         is_over: Callable[[], bool] = lambda: time.perf_counter() > until  # noqa: E731
         if device.type == "cuda" and not has_states:
             is_over = torch.cuda.current_stream(device).record_event().query
