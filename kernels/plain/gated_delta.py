@@ -34,10 +34,11 @@ def gated_delta(
             rows = torch.tensor([starts[segment] for segment in segments], device=x.device)
             rows = rows[:, None] + torch.arange(length, device=x.device)
             source, is_fresh = batch.source[chosen].long(), batch.is_fresh[chosen]
-            before = states.read(torch.where(is_fresh[:, None], 0, source), is_fresh)
+            target = batch.target[chosen].long()  # a fresh one reads its own pages, which none else writes
+            before = states.read(torch.where(is_fresh[:, None], target, source), is_fresh)
             outputs, after = _advance(x[rows], layer, before)
             out[rows] = outputs
-            states.write(batch.target[chosen].long(), after)
+            states.write(target, after)
     return out
 
 
