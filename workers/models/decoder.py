@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -229,38 +229,36 @@ class _LayerLoader:
         config = self._config.experts
         assert config is not None
         hidden, width = self._config.hidden_size, config.intermediate_size
-        (first, stop), part = self._sharding.experts, slice(*self._sharding.expert_features)
-        gate_up, down = [], []
-        for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width))):
-            path = f"{self.prefix}{names.block}.experts.{name}"
-            self._checkpoint.split(path, {f"{path}.{expert}": 1 for expert in range(config.num_experts)})
-            for expert in range(config.num_experts):
-                rows = (0, 1 if first <= expert < stop else 0)  # of another worker's the shape is checked
-                for weight in self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows):
-                    if name == "down_proj":
-                        down.append(weight[:, part])
-                    else:
-                        gate_up.append(torch.cat((weight[:width][part], weight[width:][part])))
-        return gate_up, down
+        part = slice(*self._sharding.expert_features)
+        gate_up, down = (
+            self._one_by_one(f"{names.block}.experts.{name}", shape)
+            for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
+        )
+        return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [
+            each[:, part] for each in down
+        ]
+
+    def _one_by_one(self, name: str, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+        """Of a tensor that holds all experts of a layer, this worker's, each read as a whole. `shape`: of one."""
+        config, path, (first, stop) = self._config.experts, f"{self.prefix}{name}", self._sharding.experts
+        assert config is not None
+        self._checkpoint.split(path, {f"{path}.{expert}": 1 for expert in range(config.num_experts)})
+        for expert in range(config.num_experts):
+            rows = (0, 1 if first <= expert < stop else 0)  # of another worker's the shape is checked
+            yield from self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows)
 
     def _fused_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The same of tensors that hold all experts of a layer. One expert is read at a time, as a whole."""
+        """The same of tensors whose columns are outputs, those of gate and of up in turn (gpt-oss)."""
         config = self._config.experts
         assert config is not None
         hidden, width = self._config.hidden_size, config.intermediate_size
-        (first, stop), part = self._sharding.experts, slice(*self._sharding.expert_features)
-        gate_up, down = [], []
-        for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden))):
-            path = f"{self.prefix}{names.block}.experts.{name}"
-            self._checkpoint.split(path, {f"{path}.{expert}": 1 for expert in range(config.num_experts)})
-            for expert in range(config.num_experts):
-                rows = (0, 1 if first <= expert < stop else 0)  # of another worker's the shape is checked
-                for weight in self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows):
-                    if name == "down_proj":
-                        down.append(weight[part].T)
-                    else:
-                        gate_up.append(torch.cat((weight[:, 0::2][:, part], weight[:, 1::2][:, part]), dim=1).T)
-        return gate_up, down
+        part = slice(*self._sharding.expert_features)
+        gate_up, down = (
+            self._one_by_one(f"{names.block}.experts.{name}", shape)
+            for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
+        )
+        halves = [torch.cat((both[:, 0::2][:, part], both[:, 1::2][:, part]), dim=1).T for both in gate_up]
+        return halves, [each[part].T for each in down]
 
     def _expert_biases(self, names: ExpertNames) -> dict[str, torch.Tensor | None]:
         """The biases of fused experts. Workers that share an expert's features add up its outputs: one has the bias."""

@@ -198,7 +198,7 @@ class DecodePlanner:
             pages = self._memory.allocator.allocate(num_pages) or ()
             for source, target in zip(beam.state_pages, pages, strict=True):
                 self._prefixes.copy_shared(source, target)
-            beam.state_pages = pages
+            beam.hold_state(pages)
         return True
 
     def _has_mask(self, sequence: GrowingSequence) -> bool:

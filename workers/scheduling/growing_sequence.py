@@ -57,6 +57,7 @@ class GrowingSequence:
     state_pages: tuple[int, ...] = ()  # of its recurrent state, where the base has one
     snapshots_at: tuple[int, ...] = ()  # positions after which its recurrent state is kept, ascending
     last_snapshot: int = 0  # the last position at which it is kept or planned to be
+    packed_state: Int32s = b""  # these as plans carry them
     packed_pages: Int32s = b""  # the table as plans carry it, updated only when pages are added or given back
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -231,11 +232,16 @@ class GrowingSequence:
         state_pages: tuple[int, ...] = (),
     ) -> None:
         """Sets the sequence's pages, the first `num_gone` of which are not held."""
-        self.pages, self.num_gone, self.dense_pages, self.state_pages = pages, num_gone, dense_pages, state_pages
+        self.pages, self.num_gone, self.dense_pages = pages, num_gone, dense_pages
+        self.hold_state(state_pages)
         layers = self.full_layers
         self.packed_pages = packed(
             pages if layers is None else [*layers.dense_entries(dense_pages), *layers.entries(pages[num_gone:])]
         )
+
+    def hold_state(self, pages: tuple[int, ...]) -> None:
+        """Sets the pages of its recurrent state."""
+        self.state_pages, self.packed_state = pages, packed(pages)
 
     def fork(self, parent: GrowingSequence) -> None:
         """From now on it is where the other one is, on the same pages, which the caller shares."""
@@ -243,7 +249,7 @@ class GrowingSequence:
         self.token_ids[split:] = parent.token_ids[split:]
         self.page_keys = parent.page_keys[:]
         self.pages, self.num_gone, self.dense_pages = parent.pages, parent.num_gone, parent.dense_pages
-        self.state_pages = parent.state_pages
+        self.state_pages, self.packed_state = parent.state_pages, parent.packed_state
         self.packed_pages, self.num_kept_pages = parent.packed_pages, parent.num_kept_pages
         self.num_computed = parent.num_computed
         self.num_counted = parent.num_counted
@@ -293,7 +299,7 @@ class GrowingSequence:
         """
         if not self.state_pages:
             return None
-        pages = packed(self.state_pages)
+        pages = self.packed_state
         rows = tuple(each.position - start for each in snapshots)
         return StatePlan(pages if start else b"", pages, rows, b"".join(packed(each.pages) for each in snapshots))
 

@@ -138,7 +138,7 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int, snapshots: Sequence[S
 
 
 class RunningSequences:
-    """All lists are snapshots in order, so that a step sorts nothing."""
+    """All lists are kept in order, so that a step sorts nothing."""
 
     def __init__(self, reserve: PageReserve, bursts: PromptBursts) -> None:
         self.reserve = reserve  # what they are expected to need
