@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Final
 
 from motet.adapters.adapter import RECURRENT_MODULES
-from motet.workers.models.families import FAMILIES, WRAPPERS, Family
+from motet.workers.models.architectures import WRAPPERS
+from motet.workers.models.families import FAMILIES
+from motet.workers.models.family import Family
 
 _BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
 _COLUMNS: Final = ("`architectures`", "`model_type`", "served", "LoRA on")

@@ -9,114 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES, BaseShape, ExpertShape, packing_order
+from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape, packing_order
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ..config import KVDtype
 from ..window_pages import FullLayers
+from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
-from .families import WRAPPERS, Family, Wrapper, family_of
+from .expert_config import ExpertConfig
+from .family import Family, Wrapper
 from .quantised_config import Quantisation, read_quantisation
+from .recurrent_config import RecurrentConfig
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
-from .sliding import has_rotary, recurrent_layers, sliding_layers
+from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
 
 _GENERATION_CONFIG: Final = "generation_config.json"
-
-# The facts of a base's experts, read from config.json.
-
-
-@dataclass(frozen=True)
-class ExpertConfig:
-    """Sizes are of the whole model, before any sharding."""
-
-    num_experts: int
-    top_k: int  # experts that compute a row
-    intermediate_size: int  # of one expert
-    normalized: bool  # the chosen experts' weights add up to one
-    shared_intermediate_size: int | None  # of the expert that computes every row; None: there is none
-    layers: tuple[bool, ...]  # True: experts, False: a dense MLP
-
-    @staticmethod
-    def from_values(values: Mapping[str, Any], family: Family) -> ExpertConfig | None:
-        """The experts of a base whose family reads these keys; None: no layer has experts.
-
-        Raises ValueError for contradicting numbers.
-        """
-        if family.experts is None:
-            return None
-        num_experts = int(values["num_experts"] if "num_experts" in values else values["num_local_experts"])
-        top_k, step = int(values["num_experts_per_tok"]), int(values.get("decoder_sparse_step", 1))
-        dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
-        layers = tuple(
-            num_experts > 0 and layer not in dense and (layer + 1) % step == 0
-            for layer in range(int(values["num_hidden_layers"]))
-        )
-        if not any(layers):
-            return None
-        if top_k > num_experts:
-            raise ValueError(f"num_experts_per_tok = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
-        return ExpertConfig(
-            num_experts=num_experts,
-            top_k=top_k,
-            intermediate_size=int(values.get("moe_intermediate_size", values["intermediate_size"])),
-            normalized=family.always_normalized or bool(values["norm_topk_prob"]),
-            shared_intermediate_size=values.get("shared_expert_intermediate_size"),
-            layers=layers,
-        )
-
-
-@dataclass(frozen=True)
-class RecurrentConfig:
-    """The layers with a recurrent state (Gated DeltaNet). Sizes are of the whole model, before any sharding."""
-
-    layers: tuple[bool, ...]  # True: a recurrent state, False: attention
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int  # of a head
-    value_dim: int
-    kernel: int  # newest inputs that the convolution sees, a token's own included
-
-    @staticmethod
-    def from_values(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:
-        """None: no layer has such a state. Raises ValueError for contradicting numbers."""
-        if not family.recurrent or not any(layers := recurrent_layers(values)):
-            return None
-        if all(layers):
-            key = "layer_types" if values["layer_types"] else "full_attention_interval"
-            raise ValueError(
-                f"{key} = {values[key]!r}: of num_hidden_layers = {len(layers)} at least one with attention is needed"
-            )
-        num_key_heads, num_value_heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
-        if num_value_heads % num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads = {num_value_heads}: a multiple of linear_num_key_heads = {num_key_heads} "
-                "is needed"
-            )
-        if values[family.activation_key] != "silu":
-            raise ValueError(
-                f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
-                "computed with 'silu' alone"
-            )
-        return RecurrentConfig(
-            layers,
-            num_key_heads,
-            num_value_heads,
-            values["linear_key_head_dim"],
-            values["linear_value_head_dim"],
-            values["linear_conv_kernel_dim"],
-        )
-
-    @property
-    def num_channels(self) -> int:
-        """Of the convolution, over q, k and v."""
-        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
-
-    def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of RECURRENT_MODULES."""
-        values = self.num_value_heads * self.value_dim
-        num_out = (self.num_channels, values, self.num_value_heads, self.num_value_heads)
-        sides = [*((hidden, each) for each in num_out), (values, hidden)]
-        return dict(zip(RECURRENT_MODULES, sides, strict=True))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from .families import ROPE_KEYS, Family
+from .family import ROPE_KEYS, Family
 
 # The keys of config.json with which some decoder of transformers computes.
 

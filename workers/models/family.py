@@ -1,0 +1,98 @@
+"""The facts of a family of bases, and of a wrapper around one, that config.json does not state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .rotary_config import SCALINGS
+from .sliding import Slides, never
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """The names of a family for the tensors of its experts, within a layer.
+
+    `are_fused`: all experts of a layer are two tensors, `gate_up_proj` `[num_experts, hidden, 2 * width]`, whose
+    columns are gate, up, gate, up and so on, and `down_proj` `[num_experts, width, hidden]`, each with a bias, and so
+    has the router.
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    router: str = "gate"
+    are_fused: bool = False
+    are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
+
+
+# Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
+ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
+    "original_max_position_embeddings"
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The facts of a family that config.json does not state, and which of its keys the family reads.
+
+    `defaults`: the keys, beside those that every family needs and those of the rotary embedding, with their values
+    where they are absent, as in transformers' config class. `nullable`: of these, keys that may be null although null
+    is not their default. `computes`: keys that the family does not read, with the only value that is true of it.
+    """
+
+    name: str
+    model_type: str  # in config.json
+    defaults: Mapping[str, Any]
+    nullable: frozenset[str] = frozenset()
+    computes: Mapping[str, Any] = field(default_factory=dict)
+    qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
+    qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
+    norm_offset: float = 0.0  # added to the stored weights of all norms
+    wide_norms: bool = False  # norms are multiplied by their weights in float32
+    has_sinks: bool = False  # `self_attn.sinks`, a score of each head that has no value
+    mlp_norm: str = "post_attention_layernorm"  # name of the norm before the MLP
+    post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
+    output_has_bias: bool = True  # `attention_bias` is of o_proj too
+    fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
+    scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
+    slides: Slides = never  # which layers see only a window of the newest tokens
+    rope_theta: float = 10_000.0  # default
+    local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
+    rope_kinds: tuple[str, ...] = SCALINGS
+    default_rope: Mapping[str, Any] | None = None  # `rope_parameters` where config.json has none; None: plain ones
+    scales_queries: bool = False  # by their position, after their rotation
+    rotated_share: float | None = None  # default of `partial_rotary_factor`; None: heads are rotated whole
+    rotates_neighbours: bool = False  # pairs (0, 1), (2, 3) …, not (0, half), (1, half + 1) …
+    linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
+    experts: ExpertNames | None = None  # None: the family has no experts
+    activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
+    recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
+    gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
+    reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
+    always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
+
+    @property
+    def activation_key(self) -> str:
+        return "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A model that takes pictures too, of which motet computes the text model: the facts of its config.json.
+
+    Text alone has the same position on all axes of a rotary embedding of several (`mrope`), which is then plain.
+    """
+
+    model_type: str
+    text: Family  # what `text_config` describes
+    other_texts: tuple[Family, ...] = ()  # likewise, where its `model_type` says so
+    ties_by_default: bool = False  # `tie_word_embeddings` counts beside `text_config`, not in it
+    may_be_flat: bool = False  # older files have the text model's keys beside `vision_config`
+    has_axes: bool = False  # its rotary embedding has to name `mrope_section`
+
+    @property
+    def texts(self) -> tuple[Family, ...]:
+        return (self.text, *self.other_texts)

@@ -1,0 +1,357 @@
+"""Reads one worker's part of a decoder layer from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ...adapters.adapter import RECURRENT_MODULES
+from ...kernels.backend import Kernels, LinearWeight
+from ...kernels.gated_delta import GatedDelta
+from ...kernels.quantised import QuantisedWeight, joined
+from .config import ModelConfig
+from .family import ExpertNames
+from .layers import (
+    DOWN,
+    GATE_UP,
+    OUTPUT,
+    QKV,
+    RECURRENT_IN,
+    RECURRENT_OUT,
+    Attention,
+    DecoderLayer,
+    ExpertMlp,
+    GatedMlp,
+    HeadNorm,
+    LoraLinear,
+    RecurrentMixer,
+    SharedExpert,
+)
+from .sharding import ModelSharding, Range
+from .weights import WeightSource
+
+
+def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> DecoderLayer:
+    """The layer. Raises ValueError for missing and misshapen tensors."""
+    loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
+    assert config.residual_multiplier == 1.0 or config.family.post_norms is None
+    has_experts = config.experts is not None and config.experts.layers[index]
+    post_norms = config.family.post_norms
+    loader.split_fused()
+    return DecoderLayer(
+        index,
+        loader.recurrent() if index in config.recurrent_layers else loader.attention(),
+        loader.experts() if has_experts else loader.mlp(),
+        attention_norm=loader.norm("input_layernorm"),
+        mlp_norm=loader.norm(config.family.mlp_norm),
+        attention_post_norm=None if post_norms is None else loader.norm(post_norms[0]),
+        mlp_post_norm=None if post_norms is None else loader.norm(post_norms[1]),
+        norm_eps=residual_eps(config),
+    )
+
+
+def residual_eps(config: ModelConfig) -> float:
+    """Of norms of the residual, which is kept divided by `residual_multiplier`: nothing that is added needs it then."""
+    return config.norm_eps / config.residual_multiplier**2
+
+
+def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
+    """A norm's weights. Families that store them less `norm_offset` compute them in float32, so these are float32.
+
+    So are those of families that say it by `wide_norms`.
+    """
+    weight, offset = checkpoint.take(f"{name}.weight", (width,)), sharding.config.family.norm_offset
+    return weight.float() + offset if offset or sharding.config.family.wide_norms else weight
+
+
+StoredWeight = torch.Tensor | QuantisedWeight  # `[out, in]`
+
+
+class _LayerLoader:
+    def __init__(self, index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> None:
+        self.prefix = f"model.layers.{index}."
+        self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
+        self._config, self._pack, self._pack_experts = sharding.config, kernels.pack_linear, kernels.pack_experts
+        self._float8, self._quantised = kernels.float8, kernels.quantised
+        self._pack_layer = kernels.pack_linear if kernels.float8 is None else kernels.float8.pack
+
+    def norm(self, name: str) -> torch.Tensor:
+        return load_norm(f"{self.prefix}{name}", self._config.hidden_size, self._sharding, self._checkpoint)
+
+    def split_fused(self) -> None:
+        """Makes the linears that are one in the file known by their own names."""
+        for path, parts in self._config.family.fused.items():
+            block = path.partition(".")[0]
+            num_rows = {name: self._config.shape.modules[name][1] for name in parts}
+            rows = {f"{self.prefix}{block}.{name}.weight": number for name, number in num_rows.items()}
+            self._checkpoint.split(f"{self.prefix}{path}.weight", rows)
+
+    def attention(self) -> Attention:
+        config, sharding, dim, hidden = self._config, self._sharding, self._config.head_dim, self._config.hidden_size
+        query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
+        num_query, num_kv = config.num_heads * dim, config.num_kv_heads * dim
+        gated = 2 if config.family.gated_attention else 1
+        all_query = gated * query[0], gated * query[1]
+        sizes = {"q_proj": (gated * num_query, all_query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
+        weights = {name: self._stored(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()}
+        biases = {
+            name: self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
+            for name, (size, part) in sizes.items()
+            if config.qkv_bias
+        }
+        for name in ("q_proj", "k_proj"):
+            weights[name] = self._weight_in_order(weights[name], name)
+            if name in biases:
+                biases[name] = self._in_order(biases[name], name)
+        bias = torch.cat([*biases.values()]) if biases else None
+        return Attention(
+            qkv=LoraLinear(self._packed([*weights.values()]), bias, QKV),
+            output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
+            head_norm=self._head_norm(),
+            num_heads=sharding.heads[1] - sharding.heads[0],
+            num_kv_heads=sharding.num_kv_heads,
+            head_dim=dim,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap,
+            window=config.sliding_windows[self._index],
+            kv_index=config.kv_layers.index(self._index),
+            is_gated=config.family.gated_attention,
+            sinks=self._sinks(),
+        )
+
+    def recurrent(self) -> RecurrentMixer:
+        config, sharding = self._config.recurrent, self._sharding
+        assert config is not None
+        sides, pieces = config.modules(self._config.hidden_size), sharding.recurrent_pieces
+        weights = {name: self._stored(f"linear_attn.{name}", *sides[name]) for name in RECURRENT_MODULES[:-1]}
+        rows = [_some_rows(weight, slice(*piece)) for name, weight in weights.items() for piece in pieces[name]]
+        (values,), (heads,) = pieces["out_proj"], pieces["in_proj_a"]
+
+        def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+            return self._checkpoint.take(f"{self.prefix}linear_attn.{name}", shape)
+
+        conv = numbers("conv1d.weight", (config.num_channels, 1, config.kernel)).squeeze(1)
+        conv = torch.cat([conv[start:stop] for start, stop in pieces["in_proj_qkv"]])
+        num_heads = config.num_value_heads
+        rule = GatedDelta(
+            conv,
+            -numbers("A_log", (num_heads,))[slice(*heads)].float().exp(),
+            numbers("dt_bias", (num_heads,))[slice(*heads)].float(),
+            numbers("norm.weight", (config.value_dim,)).float(),
+            self._config.norm_eps,
+            config.num_key_heads // sharding.degree,
+            num_heads // sharding.degree,
+            config.key_dim,
+            config.value_dim,
+        )
+        return RecurrentMixer(
+            LoraLinear(self._packed(rows), None, RECURRENT_IN),
+            self._row_linear("linear_attn.out_proj", num_heads * config.value_dim, values, RECURRENT_OUT, False),
+            rule,
+            self._config.recurrent_layers.index(self._index),
+        )
+
+    def _sinks(self) -> torch.Tensor | None:
+        config = self._config
+        if not config.family.has_sinks:
+            return None
+        name = f"{self.prefix}self_attn.sinks"
+        return self._checkpoint.take(name, (config.num_heads,), rows=self._sharding.heads).float()
+
+    def mlp(self) -> GatedMlp:
+        config, part, width = self._config, self._sharding.intermediate, self._config.intermediate_size
+        names = ("mlp.gate_proj", "mlp.up_proj")
+        biases = [
+            self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
+        ]
+        weights = [self._stored(name, config.hidden_size, width, part) for name in names]
+        return GatedMlp(
+            LoraLinear(self._packed(weights), torch.cat(biases) if biases else None, GATE_UP),
+            self._row_linear("mlp.down_proj", width, part, DOWN, config.mlp_bias),
+            config.activation,
+        )
+
+    def experts(self) -> ExpertMlp:
+        config, names = self._config.experts, self._config.family.experts
+        assert config is not None
+        assert names is not None
+        hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
+        if names.are_fused:
+            gate_up, down = self._fused_experts(names)
+        elif f"{self.prefix}{names.block}.experts.gate_up_proj" in self._checkpoint:
+            gate_up, down = self._stacked_experts(names)
+        else:
+            gate_up, down = self._single_experts(names)
+        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.are_fused else {}
+        return ExpertMlp(
+            router=self._pack(self._rows(router, hidden, config.num_experts, None)),
+            gate_up=self._pack_experts(torch.stack(gate_up)),
+            down=self._pack_experts(torch.stack(down)),
+            first=first,
+            num_experts=stop - first,
+            top_k=config.top_k,
+            normalized=config.normalized,
+            activation=self._config.activation,
+            shared=self._shared_expert(f"{names.block}.shared_expert"),
+            **biases,
+        )
+
+    def _single_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """gate and up, and down, of this worker's experts, `[2 * features, hidden]` and `[hidden, features]` each."""
+        config = self._config.experts
+        assert config is not None
+        hidden, width = self._config.hidden_size, config.intermediate_size
+        (first, stop), part = self._sharding.experts, self._sharding.expert_features
+        gate_up, down = [], []
+        for expert in range(config.num_experts):
+            path = f"{names.block}.experts.{expert}."
+            if first <= expert < stop:
+                halves = [self._rows(path + name, hidden, width, part) for name in (names.gate, names.up)]
+                gate_up.append(torch.cat(halves))
+                down.append(self._columns(path + names.down, width, hidden, part))
+            else:  # an expert of another worker: its shapes are checked, and nothing is read
+                for name in (names.gate, names.up):
+                    self._rows(path + name, hidden, width, (0, 0))
+                self._rows(path + names.down, width, hidden, (0, 0))
+        return gate_up, down
+
+    def _stacked_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The same of files where a layer's experts are one tensor, as transformers holds them."""
+        config = self._config.experts
+        assert config is not None
+        hidden, width = self._config.hidden_size, config.intermediate_size
+        part = slice(*self._sharding.expert_features)
+        gate_up, down = (
+            self._one_by_one(f"{names.block}.experts.{name}", shape)
+            for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
+        )
+        return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [
+            each[:, part] for each in down
+        ]
+
+    def _one_by_one(self, name: str, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
+        """Of a tensor that holds all experts of a layer, this worker's, each read as a whole. `shape`: of one."""
+        config, path, (first, stop) = self._config.experts, f"{self.prefix}{name}", self._sharding.experts
+        assert config is not None
+        self._checkpoint.split(path, {f"{path}.{expert}": 1 for expert in range(config.num_experts)})
+        for expert in range(config.num_experts):
+            rows = (0, 1 if first <= expert < stop else 0)  # of another worker's the shape is checked
+            yield from self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows)
+
+    def _fused_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The same of tensors whose columns are outputs, those of gate and of up in turn (gpt-oss)."""
+        config = self._config.experts
+        assert config is not None
+        hidden, width = self._config.hidden_size, config.intermediate_size
+        part = slice(*self._sharding.expert_features)
+        gate_up, down = (
+            self._one_by_one(f"{names.block}.experts.{name}", shape)
+            for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
+        )
+        halves = [torch.cat((both[:, 0::2][:, part], both[:, 1::2][:, part]), dim=1).T for both in gate_up]
+        return halves, [each[part].T for each in down]
+
+    def _expert_biases(self, names: ExpertNames) -> dict[str, torch.Tensor | None]:
+        """The biases of fused experts. Workers that share an expert's features add up its outputs: one has the bias."""
+        config = self._config.experts
+        assert config is not None
+        hidden, width, num_experts = self._config.hidden_size, config.intermediate_size, config.num_experts
+        experts, part = self._sharding.experts, slice(*self._sharding.expert_features)
+        path = f"{self.prefix}{names.block}"
+        gate_up = self._checkpoint.take(f"{path}.experts.gate_up_proj_bias", (num_experts, 2 * width), rows=experts)
+        down = self._checkpoint.take(f"{path}.experts.down_proj_bias", (num_experts, hidden), rows=experts)
+        return {
+            "router_bias": self._checkpoint.take(f"{path}.{names.router}.bias", (num_experts,)),
+            "gate_up_bias": torch.cat((gate_up[:, 0::2][:, part], gate_up[:, 1::2][:, part]), dim=1),
+            "down_bias": down if part.start == 0 else None,
+        }
+
+    def _shared_expert(self, path: str) -> SharedExpert | None:
+        config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
+        if config is None or config.shared_intermediate_size is None:
+            return None
+        width = config.shared_intermediate_size
+        return SharedExpert(
+            self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])),
+            self._pack(self._columns(f"{path}.down_proj", width, hidden, part)),
+            self._pack(self._rows(f"{path}_gate", hidden, 1, None)),
+        )
+
+    def _head_norm(self) -> HeadNorm | None:
+        config = self._config
+        if not config.family.qk_norm:
+            return None
+        q, k = (
+            load_norm(f"{self.prefix}self_attn.{name}_norm", config.head_dim, self._sharding, self._checkpoint)
+            for name in "qk"
+        )
+        return HeadNorm(self._in_order(q, "k_proj"), self._in_order(k, "k_proj"), config.norm_eps)
+
+    def _in_order(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        """Rows of heads in the order in which they are rotated, those of q after their gates."""
+        config, gates = self._config, rows[:0]
+        if config.family.gated_attention and name == "q_proj":
+            heads = rows.unflatten(0, (-1, 2, config.head_dim))
+            rows, gates = heads[:, 0].flatten(0, 1), heads[:, 1].flatten(0, 1)
+        if config.head_order:
+            rows = rows.unflatten(0, (-1, config.head_dim))[:, list(config.head_order)].flatten(0, 1)
+        return torch.cat([gates, rows]) if len(gates) else rows
+
+    def _weight_in_order(self, weight: StoredWeight, name: str) -> StoredWeight:
+        if isinstance(weight, torch.Tensor):
+            return self._in_order(weight, name)
+        return weight.rows(self._in_order(torch.arange(len(weight.codes), device=weight.codes.device), name))
+
+    def _row_linear(self, name: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
+        hidden = self._config.hidden_size
+        if self._float8 is None:
+            packed = self._packed_columns(name, num_in, hidden, part)
+        else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights
+            packed = self._float8.pack(self._rows(name, num_in, hidden, None), part)
+        bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
+        return LoraLinear(packed, bias if self._sharding.rank == 0 else None, modules)
+
+    def _stored(
+        self, name: str, num_in: int, num_out: int, rows: Range | None = None, columns: Range | None = None
+    ) -> StoredWeight:
+        """A weight or a part of it, in few bits if the file has it so and the kernels multiply such."""
+        path, shape = f"{self.prefix}{name}.weight", (num_out, num_in)
+        if self._quantised is not None and (weight := self._checkpoint.take_quantised(path, shape, rows, columns)):
+            return weight
+        return self._checkpoint.take(path, shape, rows=rows, columns=columns)
+
+    def _packed(self, weights: Sequence[StoredWeight]) -> LinearWeight:
+        """The outputs of all, side by side: in few bits if all are, or are to be rounded to eight."""
+        if self._quantised is None:
+            return self._pack_layer(torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)]))
+        narrow = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+        together = joined(narrow) if len(narrow) == len(weights) else None
+        if together is not None and (packed := self._quantised.pack(together)) is not None:
+            return packed
+        dtype = self._quantised.dtype
+        wide = [each.dequantised().to(dtype) if isinstance(each, QuantisedWeight) else each for each in weights]
+        if self._quantised.rounds:
+            return self._quantised.pack(QuantisedWeight.of_eight_bits(torch.cat(wide)))
+        return self._pack_layer(torch.cat(wide))
+
+    def _packed_columns(self, name: str, num_in: int, num_out: int, part: Range) -> LinearWeight:
+        if self._quantised is None or not self._quantised.rounds:
+            return self._packed([self._stored(name, num_in, num_out, columns=part)])
+        # A row's scale is that of all its inputs, so that gangs of all sizes have the same weights.
+        stored = self._stored(name, num_in, num_out)
+        if isinstance(stored, QuantisedWeight):
+            if (packed := self._quantised.pack(stored.columns(*part))) is not None:
+                return packed
+            stored = stored.dequantised().to(self._quantised.dtype)
+        return self._quantised.pack(QuantisedWeight.of_eight_bits(stored).columns(*part))
+
+    def _rows(self, name: str, num_in: int, num_out: int, part: Range | None) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=part)
+
+    def _columns(self, name: str, num_in: int, num_out: int, part: Range) -> torch.Tensor:
+        return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=part)
+
+
+def _some_rows(weight: StoredWeight, rows: slice) -> StoredWeight:
+    return weight[rows] if isinstance(weight, torch.Tensor) else weight.rows(rows)
