@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 from .errors import OtherBase, quote
@@ -16,6 +16,13 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
 # The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+# Where a layer has them, in packing order.
+PATHS: Final = {
+    **{module: f"self_attn.{module}" for module in MODULES[:4]},
+    **{module: f"linear_attn.{module}" for module in RECURRENT_MODULES},
+    **{module: f"mlp.{module}" for module in (*MODULES[4:], *EXPERT_MODULES)},
+}
+_ORDER: Final = {module: place for place, module in enumerate(PATHS)}
 MAX_RANK = 256
 _EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
 _SOME_EXPERTS = re.compile(r"experts\.[0-9,-]+\.(\w+)")
@@ -29,16 +36,7 @@ def family_of_module(module: str) -> str:
 def packing_order(module: str) -> tuple[int, int]:
     """A sort key for modules, in the order in which they are packed: the place of the entry, then the expert."""
     match = _EXPERT.fullmatch(module)
-    order = (*MODULES[:4], *RECURRENT_MODULES, *MODULES[4:], *EXPERT_MODULES)
-    place = order.index(family_of_module(module))
-    return place, int(match[1]) if match else 0
-
-
-def _block(module: str) -> str:
-    """The part of a layer that has a module."""
-    if module in RECURRENT_MODULES:
-        return "linear_attn"
-    return "self_attn" if module in MODULES[:4] else "mlp"
+    return _ORDER[family_of_module(module)], int(match[1]) if match else 0
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,11 @@ class ExpertShape:
 
 @dataclass(frozen=True)
 class BaseShape:
-    """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded."""
+    """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded.
+
+    A module whose size differs between layers has an entry of `modules` for each size, such as "q_proj" and
+    "full:q_proj", of different layers. Adapters know it by the part behind the colon alone.
+    """
 
     num_layers: int
     modules: Mapping[str, tuple[int, int]]  # the modules that adapters of this base may have, in packing order
@@ -63,26 +65,40 @@ class BaseShape:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # modules that are one in the base's files
     head_order: tuple[int, ...] = ()  # which output of q and k each row of a head is; empty: as they are stored
     gated_head_dim: int | None = None  # q_proj gives each head's q and then its gate, of so many columns; None: q alone
-    recurrent_layers: tuple[int, ...] = ()  # layers with a recurrent state, which have RECURRENT_MODULES for attention
+    layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of entries that not all layers have
+    copies: Mapping[str, str] = field(default_factory=dict)  # entries that have the LoRA of another module of the layer
+    paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not those of PATHS
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:
         """How many matrices a layer has of an entry of `modules`."""
         return self.experts.num_experts if self.experts is not None and module in EXPERT_MODULES else 1
 
+    def layers_of(self, entry: str) -> Collection[int]:
+        """The layers that have an entry of `modules`."""
+        if self.experts is not None and entry in EXPERT_MODULES:
+            return self.experts.layers
+        return self.layers.get(entry, range(self.num_layers))
+
     @property
     def num_matrices(self) -> int:
         """The most that an adapter can have: an A and a B of each module of each layer."""
-        layers = dict.fromkeys(self.modules, self.num_layers)
-        if self.experts is not None:
-            layers |= dict.fromkeys(set(EXPERT_MODULES) & layers.keys(), len(self.experts.layers))
-        layers |= dict.fromkeys(set(RECURRENT_MODULES) & layers.keys(), len(self.recurrent_layers))
-        return 2 * sum(num_layers * self.count(module) for module, num_layers in layers.items())
+        return 2 * sum(len(self.layers_of(entry)) * self.count(entry) for entry in self.modules)
 
     @property
     def dense_modules(self) -> tuple[str, ...]:
-        """The modules, in the order of kernels' tables, that all rows go through in the layers that have them."""
-        return (*MODULES, *RECURRENT_MODULES) if self.recurrent_layers else MODULES
+        """The entries, in the order of kernels' tables, that all rows go through in the layers that have them."""
+        others = (entry for entry in self.modules if entry not in MODULES and entry not in EXPERT_MODULES)
+        return (*MODULES, *others)
+
+    @cached_property
+    def kinds(self) -> tuple[frozenset[str], ...]:
+        """The entries of each kind of layer."""
+        by_layer: list[set[str]] = [set() for _ in range(self.num_layers)]
+        for entry in self.modules:
+            for layer in self.layers_of(entry):
+                by_layer[layer].add(entry)
+        return tuple(dict.fromkeys(map(frozenset, by_layer)))
 
     def members(self, module: str) -> tuple[str, ...]:
         """The modules of a layer that belong to an entry of `modules`."""
@@ -92,35 +108,59 @@ class BaseShape:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules that PEFT finds in a layer, as entries of `modules` or of `fused`."""
+        """The modules that PEFT finds in a layer: modules as adapters know them, and entries of `fused`."""
         whole = {part: name for name, parts in self.fused.items() for part in parts}
         hidden = EXPERT_MODULES if self.experts is not None and self.experts.are_parameters else ()
-        return tuple(dict.fromkeys(whole.get(module, module) for module in self.modules if module not in hidden))
+        modules = (name_of(entry) for entry in self.modules if entry not in hidden)
+        return tuple(dict.fromkeys(whole.get(module, module) for module in modules))
 
-    def sides(self, name: str) -> tuple[int, int] | None:
-        """Inputs and outputs of an entry of `names`; None: it is none."""
-        if name not in self.fused:
-            return None if name not in self.names else self.modules[name]
-        parts = [self.modules[part] for part in self.fused[name]]
-        return parts[0][0], sum(num_out for _, num_out in parts)
+    def entry(self, layer: int, module: str) -> str | None:
+        """The entry of `modules` that a module has in a layer; None: the layer has no such module."""
+        name = family_of_module(module)
+        entry = next((entry for entry in self._entries.get(name, ()) if layer in self.layers_of(entry)), None)
+        if entry in EXPERT_MODULES and packing_order(module)[1] >= self.count(entry):
+            return None
+        return entry
+
+    @cached_property
+    def _entries(self) -> Mapping[str, tuple[str, ...]]:
+        """By the name that adapters know them by."""
+        names = dict.fromkeys(map(name_of, self.modules))
+        own = [entry for entry in self.modules if entry not in self.copies]
+        return {name: tuple(entry for entry in own if name_of(entry) == name) for name in names}
+
+    def source(self, entry: str) -> str:
+        """The module, as adapters know it, whose LoRA an entry of `modules` has."""
+        return self.copies.get(entry, name_of(entry))
+
+    def sides(self, layer: int, name: str) -> tuple[int, int] | None:
+        """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none."""
+        entries = [self.entry(layer, part) for part in self.fused.get(name, (name,))]
+        parts = [self.modules[entry] for entry in entries if entry is not None]
+        return (parts[0][0], sum(num_out for _, num_out in parts)) if len(parts) == len(entries) else None
 
     def path(self, module: str) -> str:
         """The name of a module within a layer of this base."""
         match = _EXPERT.fullmatch(module)
-        if match is None or self.experts is None:
-            return f"{_block(self.fused.get(module, (module,))[0])}.{module}"
-        return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
+        if match is not None and self.experts is not None:
+            return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
+        if module in self.fused:
+            return f"{self.path(self.fused[module][0]).rpartition('.')[0]}.{module}"
+        return self.paths.get(module) or PATHS.get(module, f"mlp.{module}")
+
+    @cached_property
+    def modules_by_path(self) -> Mapping[str, str]:
+        """The entries of `names` by their path within a layer, without those of experts."""
+        return {self.path(name): name for name in self.names if name not in EXPERT_MODULES}
 
     def has(self, layer: int, module: str) -> bool:
         """Whether adapters of this base may have the module in this layer."""
-        entry = family_of_module(module)
-        if entry not in self.modules or layer >= self.num_layers:
-            return False
-        if self.recurrent_layers and entry in (*MODULES[:4], *RECURRENT_MODULES):
-            return (layer in self.recurrent_layers) == (entry in RECURRENT_MODULES)
-        if self.experts is None or entry not in EXPERT_MODULES:
-            return True
-        return layer in self.experts.layers and packing_order(module)[1] < self.experts.num_experts
+        return self.entry(layer, module) is not None
+
+
+def name_of(entry: str) -> str:
+    """The name by which adapters know an entry of `BaseShape.modules`."""
+    return entry.rpartition(":")[2]
 
 
 @dataclass(frozen=True)
@@ -156,7 +196,7 @@ class AdapterVersion:
     @property
     def targets(self) -> tuple[str, ...]:
         targets = set(map(family_of_module, self.module_ranks))
-        return tuple(module for module in (*MODULES, *RECURRENT_MODULES, *EXPERT_MODULES) if module in targets)
+        return tuple(sorted(targets, key=packing_order))
 
     @property
     def stored_bytes(self) -> int:

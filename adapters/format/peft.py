@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapter import MAX_RANK, MODULES, RECURRENT_MODULES
+from ..adapter import EXPERT_MODULES, MAX_RANK, PATHS
 from ..errors import AdapterInvalid, quote
 from .strict_json import parse_object
 
@@ -136,11 +136,9 @@ MAX_PARAMETERS = 2048  # names in target_parameters: more than any base has
 MAX_BASE_CHARS = 512  # of the base's name, which is stored in records
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
-MODULE_PATHS = {
-    **{module: f"{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}" for module in MODULES},
-    **{module: f"linear_attn.{module}" for module in RECURRENT_MODULES},
-    **{"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"},  # of bases where these are one
-}
+# Of each module, and of those that are one in some bases, within a layer.
+MODULE_PATHS = {**PATHS, "qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
+_MODULES_BY_PATH = {path: module for module, path in MODULE_PATHS.items() if module not in EXPERT_MODULES}
 
 # What stands before "layers." in names of modules: of a base of text alone, of one that was loaded without its head, as
 # for embeddings, and of one that takes pictures too, as transformers names its modules now and before version 4.52.
@@ -148,7 +146,7 @@ TEXT_PREFIX = "model."
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", TEXT_PREFIX)
 _VISION_NAME = re.compile(r"base_model\.model\.(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:self_attn|linear_attn|mlp)\.(?P<module>[a-z_]+)"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
 )
 _EXPERT_TENSOR_NAME = re.compile(
@@ -232,16 +230,19 @@ def tensor_name(layer: int, module: str, letter: str) -> str:
     return f"base_model.model.model.layers.{layer}.{path}.lora_{letter}.weight"
 
 
-def parse_tensor_name(name: str) -> tuple[int, str, str] | None:
-    """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer."""
+def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) -> tuple[int, str, str] | None:
+    """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer.
+
+    `modules`: by their path within a layer.
+    """
     match = _EXPERT_TENSOR_NAME.fullmatch(name)
     if match is not None:
         projection = _EXPERT_NAMES.get(match["name"], match["name"])
         return int(match["layer"]), f"experts.{int(match['expert'])}.{projection}", match["letter"]
     match = _TENSOR_NAME.fullmatch(name)
-    if match is None or match["module"] not in MODULE_PATHS or f".{MODULE_PATHS[match['module']]}." not in name:
+    if match is None or match["path"] not in modules:
         return None
-    return int(match["layer"]), match["module"], match["letter"]
+    return int(match["layer"]), modules[match["path"]], match["letter"]
 
 
 def module_prefix(names: Collection[str], is_wrapped: bool) -> str:

@@ -236,7 +236,7 @@ def resolve_targets(
         for layer in range(shape.num_layers)
         for entry in shape.names
         for module in shape.members(entry)
-        if entry in shape.fused or shape.has(layer, module)
+        if shape.sides(layer, module) is not None
     }
     outer_modules = (f"{prefix}embed_tokens", "lm_head")  # PEFT could target them; motet cannot
     _check_against_base(config, shape, [*keys, *outer_modules])

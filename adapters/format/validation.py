@@ -218,9 +218,9 @@ def validate(
     for (layer, module), target in targets.items():
         a, b, start = arrays[layer, module, "A"], arrays[layer, module, "B"], 0
         for part in shape.fused.get(module, (module,)):  # modules that are one share A, and each has its rows of B
-            num_out = shape.modules[family_of_module(part)][1]
-            matrices[layer, part] = LoraMatrices(a, b[start : start + num_out], target.scaling)
-            start += num_out
+            stop = start + _sides_of(shape, layer, part)[1]
+            matrices[layer, part] = LoraMatrices(a, b[start:stop], target.scaling)
+            start = stop
     for (layer, name), target in parameters.items():
         matrices |= split_experts(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
@@ -279,8 +279,8 @@ def _match_names(
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and duplicate ones."""
     names: dict[_Key, str] = {}
     for name in tensor_names:
-        key = parse_tensor_name(name)
-        is_fitting = key is not None and shape.sides(family_of_module(key[1])) is not None
+        key = parse_tensor_name(name, shape.modules_by_path)
+        is_fitting = key is not None and family_of_module(key[1]) in shape.names
         if key is None or not is_fitting or f".{shape.path(key[1])}." not in name or not _begins(name, prefix):
             _refuse_tensor(name, shape)
         elif key in names:
@@ -332,15 +332,19 @@ def _check_shape(
 ) -> None:
     layer, module, letter = key
     rank = targets[layer, module].rank
-    sides = shape.sides(family_of_module(module))
-    assert sides is not None
-    num_in, num_out = sides
+    num_in, num_out = _sides_of(shape, layer, module)
     expected = (rank, num_in) if letter == "A" else (num_out, rank)
     if got != expected:
         raise AdapterInvalid(
             f"{name} has shape {list(got)}, expected {list(expected)}: adapter_config.json gives rank {rank}, and the "
             f"base's {module} has {num_in} inputs and {num_out} outputs"
         )
+
+
+def _sides_of(shape: BaseShape, layer: int, module: str) -> tuple[int, int]:
+    sides = shape.sides(layer, module)
+    assert sides is not None, "only targets of this base"
+    return sides
 
 
 def _finite(file: TensorFile, name: str) -> Tensor:

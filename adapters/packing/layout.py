@@ -20,7 +20,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from ..adapter import MODULES, RECURRENT_MODULES, BaseShape, family_of_module, named_experts
+from ..adapter import BaseShape, family_of_module, named_experts
 
 # How the modules of a base are cut into parts for the workers of a gang, and every adapter with them.
 #
@@ -132,44 +132,51 @@ class AdapterLayout:
         return gates + rows
 
     def offsets(self, module_ranks: Mapping[str, int]) -> dict[str, ModuleOffsets]:
-        """Offsets of the present modules, of each expert its own, in packing order."""
+        """Offsets of the present entries of the base's modules, of each expert its own, in packing order.
+
+        Entries that no layer has side by side lie in one place.
+        """
         ranks: dict[str, int] = {}
         for entry, rank in module_ranks.items():
             experts = named_experts(entry)
             ranks |= {entry: rank} if experts is None else {_member(entry, expert): rank for expert in experts}
-        by_module: dict[str, ModuleOffsets] = {}
-        start = recurrent_start = 0
-        for entry in self.shape.modules:
+        starts, _ = self._places(self._sizes(module_ranks))
+        offsets: dict[str, ModuleOffsets] = {}
+        for entry, start in starts.items():
+            source = self.shape.source(entry)
             a_width, b_width = self.part(entry).widths
-            if entry in RECURRENT_MODULES:  # no layer has them beside attention, whose place they take
-                start, recurrent_start = recurrent_start, start
-            elif entry not in MODULES[:4]:
-                start = recurrent_start = max(start, recurrent_start)
             for module in self.shape.members(entry):
-                rank = ranks.get(module) or ranks.get(entry, 0)
+                rank = ranks.get(source if module == entry else module) or ranks.get(source, 0)
                 if rank:
-                    by_module[module] = ModuleOffsets(rank, start, start + rank * a_width)
+                    offsets[module] = ModuleOffsets(rank, start, start + rank * a_width)
                     start += rank * (a_width + b_width)
-            if entry in RECURRENT_MODULES:
-                start, recurrent_start = recurrent_start, start
-        return by_module
+        return offsets
 
     def num_elements(self, module_ranks: Mapping[str, int]) -> int:
         """Elements of the virtual array of one layer."""
-        total = recurrent = attention = 0
+        return self._places(self._sizes(module_ranks))[1]
+
+    def _sizes(self, module_ranks: Mapping[str, int]) -> dict[str, int]:
+        """Elements that the entries of the base's modules take."""
+        sums: dict[str, int] = {}  # of the ranks, by module as adapters know it
         for entry, rank in module_ranks.items():
             experts = named_experts(entry)
             module = entry if experts is None else family_of_module(entry)
-            if module in self.shape.modules:
-                count = self.shape.count(module) if experts is None else len(experts)
-                size = count * rank * sum(self.part(module).widths)
-                if module in RECURRENT_MODULES:
-                    recurrent += size
-                elif module in MODULES[:4]:
-                    attention += size
-                else:
-                    total += size
-        return total + max(attention, recurrent)
+            sums[module] = sums.get(module, 0) + rank * (self.shape.count(module) if experts is None else len(experts))
+        sources = {entry: self.shape.source(entry) for entry in self.shape.modules}
+        return {
+            entry: sums[source] * sum(self.part(entry).widths) for entry, source in sources.items() if source in sums
+        }
+
+    def _places(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
+        """Where each entry starts, behind those before it that some layer has too, and where the last one ends."""
+        starts: dict[str, int] = {}
+        ends = dict.fromkeys(self.shape.kinds, 0)
+        for entry, size in sizes.items():
+            kinds = [kind for kind in ends if entry in kind]
+            starts[entry] = max((ends[kind] for kind in kinds), default=0)
+            ends |= dict.fromkeys(kinds, starts[entry] + size)
+        return starts, max(ends.values())
 
     def num_pages(self, module_ranks: Mapping[str, int]) -> int:
         """Pages that an adapter takes, the same on every worker of a gang."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,10 @@ CHUNK_BYTES = 4 << 20  # of pages that are packed at once
 
 @dataclass(frozen=True)
 class _Placed:
-    """A module of a layer, or of one of its experts, and where it lies."""
+    """An entry of the base's modules, or one of its experts', and where it lies."""
 
-    name: str
+    name: str  # of the module whose matrices these are
+    layers: Collection[int]
     part: ModulePart
     at: ModuleOffsets
     end: int  # of its B
@@ -58,7 +59,7 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
             array = np.zeros((last - first) * slab, chunk.dtype)
             for each in overlapping:
                 lora = content.matrices.get((layer, each.name))
-                if lora is not None:
+                if lora is not None and layer in each.layers:
                     _fill(array, first * slab, lora, each)
             if not is_finite(array):
                 raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
@@ -72,7 +73,8 @@ def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]
         part = layout.part(module)
         order = layout.output_order(module)
         outputs = None if order is None else np.array(order, np.intp)
-        yield _Placed(name, part, at, at.b + at.rank * part.widths[1], outputs)
+        end = at.b + at.rank * part.widths[1]
+        yield _Placed(layout.shape.source(name), layout.shape.layers_of(module), part, at, end, outputs)
 
 
 def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:
@@ -105,8 +107,8 @@ def _copy_within(array: Tensor, at: int, rows: Tensor) -> None:
 
 def _check_fit(content: AdapterContent, shape: BaseShape) -> None:
     for (layer, module), lora in content.matrices.items():
-        sides = shape.modules.get(family_of_module(module))
-        if not shape.has(layer, module) or sides != (lora.a.shape[1], lora.b.shape[0]):
+        sides = shape.sides(layer, module)
+        if sides != (lora.a.shape[1], lora.b.shape[0]):
             raise AdapterInvalid(
                 f"{module} of layer {layer} with {lora.a.shape[1]} inputs and {lora.b.shape[0]} outputs does not fit "
                 f"the base: it has {shape.num_layers} layers, and {sides} there"

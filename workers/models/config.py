@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape, packing_order
+from ...adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, packing_order
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ..config import KVDtype
 from ..window_pages import FullLayers
@@ -109,6 +109,9 @@ class ModelConfig:
     def _shape_of(self, modules: dict[str, tuple[int, int]], experts: ExpertShape | None = None) -> BaseShape:
         """`modules`: without those of layers with a recurrent state."""
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
+        layers = dict.fromkeys(recurrent, self.recurrent_layers)
+        if recurrent:
+            layers |= dict.fromkeys(MODULES[:4], self.kv_layers)
         return BaseShape(
             self.num_layers,
             dict(sorted((modules | recurrent).items(), key=lambda item: packing_order(item[0]))),
@@ -116,7 +119,7 @@ class ModelConfig:
             fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
-            recurrent_layers=self.recurrent_layers,
+            layers=layers,
             is_wrapped=self.is_wrapped,
         )
 
