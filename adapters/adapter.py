@@ -14,13 +14,20 @@ from .errors import OtherBase, quote
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The linear projections of a layer with a recurrent state (Gated DeltaNet), in this order after those of attention.
 RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+# The linear projections of what each layer takes of its token beside the residual (Gemma 4). The last one is a single
+# one for all layers: each has its outputs, one layer after the other.
+PER_LAYER_MODULES = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
+OUTER_MODULES = PER_LAYER_MODULES[2:]
+OUTER = -1  # the layer of modules that are outside of the layers
 # The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 # Where a layer has them, in packing order.
 PATHS: Final = {
     **{module: f"self_attn.{module}" for module in MODULES[:4]},
     **{module: f"linear_attn.{module}" for module in RECURRENT_MODULES},
-    **{module: f"mlp.{module}" for module in (*MODULES[4:], *EXPERT_MODULES)},
+    **{module: f"mlp.{module}" for module in MODULES[4:]},
+    **{module: module for module in PER_LAYER_MODULES},
+    **{module: f"mlp.{module}" for module in EXPERT_MODULES},
 }
 _ORDER: Final = {module: place for place, module in enumerate(PATHS)}
 MAX_RANK = 256
@@ -134,7 +141,13 @@ class BaseShape:
         return self.copies.get(entry, name_of(entry))
 
     def sides(self, layer: int, name: str) -> tuple[int, int] | None:
-        """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none."""
+        """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none.
+
+        `layer` OUTER: of one of OUTER_MODULES as a whole.
+        """
+        if layer == OUTER:
+            num_in, num_out = self.modules[name]
+            return num_in, num_out * self.num_layers
         entries = [self.entry(layer, part) for part in self.fused.get(name, (name,))]
         parts = [self.modules[entry] for entry in entries if entry is not None]
         return (parts[0][0], sum(num_out for _, num_out in parts)) if len(parts) == len(entries) else None
@@ -150,7 +163,7 @@ class BaseShape:
 
     @cached_property
     def modules_by_path(self) -> Mapping[str, str]:
-        """The entries of `names` by their path within a layer, without those of experts."""
+        """The entries of `names` by their path within a layer or outside of them, without those of experts."""
         return {self.path(name): name for name in self.names if name not in EXPERT_MODULES}
 
     def has(self, layer: int, module: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..adapter import BaseShape, family_of_module
+from ..adapter import OUTER, OUTER_MODULES, BaseShape, family_of_module
 from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .peft import (
@@ -217,6 +217,9 @@ def validate(
     matrices: dict[tuple[int, str], LoraMatrices] = {}
     for (layer, module), target in targets.items():
         a, b, start = arrays[layer, module, "A"], arrays[layer, module, "B"], 0
+        if layer == OUTER:
+            matrices |= _by_layer(module, a, b, target, shape)
+            continue
         for part in shape.fused.get(module, (module,)):  # modules that are one share A, and each has its rows of B
             stop = start + _sides_of(shape, layer, part)[1]
             matrices[layer, part] = LoraMatrices(a, b[start:stop], target.scaling)
@@ -226,6 +229,15 @@ def validate(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
         )
     return AdapterContent(matrices, num_experts, left_out)
+
+
+def _by_layer(
+    module: str, a: Tensor, b: Tensor, target: Target, shape: BaseShape
+) -> dict[tuple[int, str], LoraMatrices]:
+    """Each layer's part of a module outside of the layers: they share A, and each has its rows of B."""
+    num_out = shape.modules[module][1]
+    parts = (b[layer * num_out : (layer + 1) * num_out] for layer in range(shape.num_layers))
+    return {(layer, module): LoraMatrices(a, part, target.scaling) for layer, part in enumerate(parts)}
 
 
 def max_header_bytes(shape: BaseShape) -> int:
@@ -311,7 +323,8 @@ def _match_names(
 
 def _begins(name: str, prefix: str) -> bool:
     """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
-    return name.startswith((f"base_model.model.{prefix}layers.", "base_model.model.layers."))
+    parts = ("layers.", *(f"{module}." for module in OUTER_MODULES))
+    return name.startswith(tuple(f"base_model.model.{before}{part}" for before in (prefix, "") for part in parts))
 
 
 def _refuse_tensor(name: str, shape: BaseShape) -> None:

@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ...adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, packing_order
+from ...adapters.adapter import EXPERT_MODULES, MODULES, PER_LAYER_MODULES, BaseShape, ExpertShape, name_of, packing_order
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ..config import KVDtype
 from ..window_pages import FullLayers
@@ -17,6 +18,7 @@ from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .family import Family, Wrapper
+from .layer_sizes import LayerSizes
 from .quantised_config import Quantisation, read_quantisation
 from .recurrent_config import RecurrentConfig
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
@@ -58,6 +60,7 @@ class ModelConfig:
     head_order: tuple[int, ...] = ()  # see `rotary_config.head_order`
     is_wrapped: bool = False  # the text model of one that takes pictures too
     recurrent: RecurrentConfig | None = None
+    sizes: LayerSizes | None = None  # see `layer_sizes`
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
     @staticmethod
@@ -78,6 +81,13 @@ class ModelConfig:
             config = replace(config, tie_word_embeddings=not folder_has_head(folder))
         return config
 
+    @cached_property
+    def layer_sizes(self) -> LayerSizes:
+        """Of layers that all are alike, unless `sizes` says otherwise."""
+        if self.sizes is not None:
+            return self.sizes
+        return LayerSizes.alike(self.num_layers, self.head_dim, self.num_kv_heads, self.intermediate_size)
+
     @property
     def shape(self) -> BaseShape:
         """The shape that adapters must fit. A base with experts takes adapters of its attention and its experts."""
@@ -96,6 +106,8 @@ class ModelConfig:
             "down_proj": (self.intermediate_size, hidden),
         }
         experts, names = self.experts, self.family.experts
+        if self.sizes is not None:
+            return self._shape_of_sizes(self.sizes)
         if experts is None or names is None:
             return self._shape_of(attn | dense)
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
@@ -106,15 +118,48 @@ class ModelConfig:
         shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters, names.are_fused)
         return self._shape_of(attn | sparse, shape)
 
+    def _shape_of_sizes(self, sizes: LayerSizes) -> BaseShape:
+        """Of layers of different sizes: those of a size that is not the first layer's have entries of their own."""
+        hidden, width = self.hidden_size, sizes.input_size
+        modules: dict[str, tuple[int, int]] = {}
+        layers: dict[str, tuple[int, ...]] = {}
+        copies: dict[str, str] = {}
+
+        def add(layer: int, module: str, is_first: bool, kind: str, num_in: int, num_out: int) -> str:
+            entry = module if is_first else f"{kind}:{module}"
+            modules[entry], layers[entry] = (num_in, num_out), (*layers.get(entry, ()), layer)
+            return entry
+
+        for layer in range(self.num_layers):
+            dim, kv_heads, are_values, mlp = (
+                size[layer]
+                for size in (sizes.head_dims, sizes.num_kv_heads, sizes.keys_are_values, sizes.intermediate_sizes)
+            )
+            query, kv = self.num_heads * dim, kv_heads * dim
+            is_first = (dim, kv_heads, are_values) == (self.head_dim, self.num_kv_heads, False)
+            add(layer, "q_proj", is_first, "full", hidden, query)
+            add(layer, "o_proj", is_first, "full", query, hidden)
+            if sizes.kv_sources[layer] == layer:
+                add(layer, "k_proj", is_first, "full", hidden, kv)
+                values = add(layer, "v_proj", is_first, "full", hidden, kv)
+                if are_values:
+                    copies[values] = "k_proj"
+            for module in ("gate_proj", "up_proj"):
+                add(layer, module, mlp == self.intermediate_size, "wide", hidden, mlp)
+            add(layer, "down_proj", mlp == self.intermediate_size, "wide", mlp, hidden)
+        if width:
+            modules |= dict(zip(PER_LAYER_MODULES, ((hidden, width), (width, hidden), (hidden, width)), strict=True))
+        return replace(self._shape_of(modules), layers=layers, copies=copies)
+
     def _shape_of(self, modules: dict[str, tuple[int, int]], experts: ExpertShape | None = None) -> BaseShape:
         """`modules`: without those of layers with a recurrent state."""
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
         layers = dict.fromkeys(recurrent, self.recurrent_layers)
         if recurrent:
-            layers |= dict.fromkeys(MODULES[:4], self.kv_layers)
+            layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
         return BaseShape(
             self.num_layers,
-            dict(sorted((modules | recurrent).items(), key=lambda item: packing_order(item[0]))),
+            dict(sorted((modules | recurrent).items(), key=lambda item: packing_order(name_of(item[0])))),
             experts,
             fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
             head_order=self.head_order,
@@ -129,9 +174,14 @@ class ModelConfig:
         return () if self.recurrent is None else tuple(i for i, has in enumerate(self.recurrent.layers) if has)
 
     @property
-    def kv_layers(self) -> tuple[int, ...]:
+    def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with attention."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention and a KV of their own."""
+        return tuple(layer for layer in self.attention_layers if layer == self.layer_sizes.kv_sources[layer])
 
     @property
     def window(self) -> int | None:
@@ -140,6 +190,8 @@ class ModelConfig:
         None: too few have one for pages to be given back.
         """
         windows = [window for window in self.sliding_windows if window is not None]
+        if self.sizes is not None:  # dense pages need slabs of one size
+            return None
         return max(windows) if len(windows) * 2 >= self.num_layers else None
 
     @property
@@ -226,15 +278,15 @@ def _object_of(path: Path) -> dict[str, Any]:
 
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
-    _refuse_unsupported(raw)
     quantisation = read_quantisation(raw)
     wrapper = WRAPPERS.get(_architecture(raw))
     if wrapper is not None:
+        _refuse_unsupported(raw, wrapper.text)
         raw, family = _text_config(raw, wrapper)
-        _refuse_unsupported(raw)
         quantisation = quantisation or read_quantisation(raw)
     else:
         family = _family(raw)
+    _refuse_unsupported(raw, family)
     if family.reads_wrapped:
         raw = without_axes(raw, has_axes=False)
     raw = with_default_rope(raw, family.default_rope)
@@ -245,7 +297,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
-    slides = sliding_layers(values, family.slides, recurrent=family.recurrent)
+    slides = sliding_layers(values, family.slides, recurrent=family.recurrent, last_is_full=family.last_is_full)
     window = values.get("sliding_window")
     rotaries = layer_rotaries(
         {**raw, **values},
@@ -280,9 +332,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
         output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
         mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
-        attention_scale=float(
-            values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)
-        ),
+        attention_scale=family.attention_scale
+        or float(values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)),
         attention_softcap=_number(values.get("attn_logit_softcapping")),
         logit_softcap=_number(values.get("final_logit_softcapping")),
         sliding_windows=tuple(window if slide else None for slide in slides),
@@ -294,6 +345,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         recurrent=RecurrentConfig.from_values(values, family),
+        sizes=LayerSizes.from_values(values, slides) if family.sizes_differ else None,
         quantisation=quantisation,
     )
 
@@ -384,8 +436,9 @@ def _rotated(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig]) -> tup
     )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("use_bidirectional_attention"):
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    key = "use_bidirectional_attention"
+    if raw.get(key) and raw[key] != family.computes.get(key):
         raise ValueError("use_bidirectional_attention is not supported: only causal decoders are accepted")
     if raw.get("is_causal") is False:
         raise ValueError("is_causal = false is not supported: only causal decoders are accepted")

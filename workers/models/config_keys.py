@@ -260,4 +260,20 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "linear_num_value_heads": _SIZE,
     "rope_local_base_freq": _NUMBER,
     "mlp_only_layers": _LAYERS,
+    "attention_k_eq_v": _FLAG,
+    "enable_moe_block": _FLAG,
+    "use_double_wide_mlp": _FLAG,
+    "num_kv_shared_layers": _COUNT,
+    "hidden_size_per_layer_input": _COUNT,
+    "vocab_size_per_layer_input": _SIZE,
+    "global_head_dim": _SIZE,
+    "num_global_key_value_heads": _SIZE,
+    "top_k_experts": _SIZE,
+    "per_layer_config": (
+        "an object of objects of whole numbers from 1, by layer's number",
+        lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(own, dict) and all(map(is_whole, own.values())) for own in value.values())
+        ),
+    ),
 }

@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from .family import ExpertNames, Family
-from .rotary_config import LONGROPE
+from .rotary_config import LONGROPE, PROPORTIONAL, SCALINGS
 from .sliding import (
     below_layer_alternating,
     every_other,
     five_of_six,
+    five_of_six_always,
     from_layer,
     if_enabled,
     throughout,
@@ -314,6 +315,48 @@ FAMILIES = {
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
         linear_is_in_context=True,
+    ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4",
+        "gemma4_text",
+        {key: value for key, value in _GEMMA.items() if key != "query_pre_attn_scalar"}
+        | {
+            "sliding_window": 512,
+            "final_logit_softcapping": None,
+            "vocab_size_per_layer_input": 262_144,
+            "hidden_size_per_layer_input": 256,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+            "per_layer_config": None,
+            "global_head_dim": None,
+            "num_global_key_value_heads": None,
+        },
+        computes={"use_bidirectional_attention": "vision"},  # of pictures' tokens
+        qk_norm=True,
+        wide_norms=True,
+        mlp_norm="pre_feedforward_layernorm",
+        post_norms=_GEMMA_POST_NORMS,
+        scaled_embedding=True,
+        slides=five_of_six_always,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        rope_kinds=(*SCALINGS, PROPORTIONAL),
+        rotated_share=1.0,
+        default_rope={
+            "full_attention": {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        reads_wrapped=True,
+        sizes_differ=True,
+        last_is_full=True,
+        has_value_norm=True,
+        attention_scale=1.0,
+        has_layer_scalars=True,
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5MoeForCausalLM": replace(

@@ -72,6 +72,11 @@ class Family:
     recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
     reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
+    sizes_differ: bool = False  # between layers: see `layer_sizes.py`
+    last_is_full: bool = False  # the last layer sees all tokens, whatever `layer_types` says
+    has_value_norm: bool = False  # RMS norm without weights over each head of v
+    attention_scale: float | None = None  # None: as config.json says, or by the heads' size
+    has_layer_scalars: bool = False  # each layer's output is multiplied by its `layer_scalar`
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property
