@@ -43,6 +43,14 @@ class AddNorm:
 
 
 @dataclass(frozen=True)
+class Add:
+    """to += x."""
+
+    x: Register
+    to: Register
+
+
+@dataclass(frozen=True)
 class Norm:
     """x = rms_norm of x, in place, for `count` neighbours of as many columns as the weight has, from `column` on."""
 
@@ -201,6 +209,7 @@ class GatedDeltaRule:
 Operation = (
     Embed
     | AddNorm
+    | Add
     | Norm
     | Linear
     | AddLora

@@ -32,6 +32,7 @@ enum class StepKind : int64_t {
     kAddGated,
     kMultiplyGate,
     kGatedDelta,
+    kAdd,
     kByteLinear,
     kCodeLinear
 };
@@ -87,6 +88,9 @@ struct StepOperation {
         struct {
             int64_t width;
         } pairs;  // taken or combined
+        struct {
+            int64_t width;
+        } add;
         struct {
             const void* weight;
             int64_t weight_stride, num_in, num_out;
@@ -151,6 +155,8 @@ class Step {
                 return embed(op);
             case StepKind::kAddNorm:
                 return add_norm(op);
+            case StepKind::kAdd:
+                return motet::add_rows(of(op.x), of(op.to), call.num_rows, op.add.width, num_threads);
             case StepKind::kNorm:
                 return norm(op);
             case StepKind::kLinear:

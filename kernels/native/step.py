@@ -17,6 +17,7 @@ from ..lora import PagedAdapter
 from ..norms import ClampedSwiglu
 from ..plain.expert_lora import HostExpertLoraBatch
 from ..step import (
+    Add,
     AddExpertLora,
     AddGated,
     AddLora,
@@ -50,7 +51,7 @@ _NUM_FIELDS = 15  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
-    *(MultiplyGate, GatedDeltaRule),
+    *(MultiplyGate, GatedDeltaRule, Add),
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
 )
 
@@ -172,6 +173,11 @@ class NativeStep:
     def _(self, op: AddNorm) -> list[int]:
         residual = -1 if op.residual is None else op.residual
         return [residual, self._width(op.x), *self._weight(op.weight), _bits(op.eps)]
+
+    @_fields.register
+    def _(self, op: Add) -> list[int]:
+        assert self._width(op.x) == self._width(op.to), "registers are as wide"
+        return [self._width(op.to)]
 
     @_fields.register
     def _(self, op: Norm) -> list[int]:

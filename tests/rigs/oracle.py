@@ -38,6 +38,8 @@ from transformers import (
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -228,6 +230,19 @@ VARIANTS: Mapping[str, Variant] = {
             swiglu_alpha=1.3,
             swiglu_limit=0.6,
             rope_parameters={**YARN_ROPE, "truncate": False},
+        ),
+        sharded=True,
+    ),
+    "olmo2": Variant(lambda: Olmo2Config(**SHAPE, attention_bias=True, rope_parameters=WIDE_ROPE)),
+    "olmo3": Variant(
+        lambda: Olmo3Config(
+            **SHAPE | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {**YARN_ROPE},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+            },
         ),
         sharded=True,
     ),

@@ -364,6 +364,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"rope_type": "yarn", "truncate": False},
         },
     },
+    "OLMo 3": {
+        **{"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "attention_bias": False, "rope_theta": 500000},
+        **{"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"], "hidden_act": "silu"},
+        "rope_scaling": {
+            **{"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0},
+            **{"original_max_position_embeddings": 8192, "rope_type": "yarn"},
+        },
+    },
     "Ministral 3": {
         **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "head_dim": 128},
         "sliding_window": None,

@@ -197,8 +197,8 @@ class ModelConfig:
     @property
     def longest(self) -> int | None:
         """Tokens to which the rotary embedding was stretched, whatever the context is; None: config.json says none."""
-        rotated = next((rotary for rotary in self.rotaries if rotary.kind != NO_ROTARY), self.rotaries[0])
-        return None if rotated.longest is None else int(rotated.longest)
+        lengths = [int(rotary.longest) for rotary in self.rotaries if rotary.longest is not None]
+        return max(lengths, default=None)
 
     @property
     def full_layers(self) -> FullLayers | None:
