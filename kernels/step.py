@@ -15,6 +15,7 @@ import torch
 
 from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
+from .experts import Routing
 from .gated_delta import GatedDelta, LayerState, StateBatch
 from .lora import LoraBatch
 from .norms import Activation
@@ -40,6 +41,14 @@ class AddNorm:
     to: Register
     weight: torch.Tensor
     eps: float
+
+
+@dataclass(frozen=True)
+class Add:
+    """to += x."""
+
+    x: Register
+    to: Register
 
 
 @dataclass(frozen=True)
@@ -120,14 +129,14 @@ class Gated:
 
 @dataclass(frozen=True)
 class ChooseExperts:
-    """Pairs of each row and its likeliest experts, by the softmax of the scores x; see `experts.ExpertGroups`.
+    """Pairs of each row and its experts, by their scores x; see `experts.choose_experts`.
 
     They are there until the next choice. Where a register has pairs, a row of it has as many as a row of the step.
     """
 
     x: Register
-    top_k: int
-    normalized: bool  # the weights of a row's experts add up to one
+    routing: Routing
+    bias: torch.Tensor | None = None  # [num_experts] float32
 
 
 @dataclass(frozen=True)
@@ -201,6 +210,7 @@ class GatedDeltaRule:
 Operation = (
     Embed
     | AddNorm
+    | Add
     | Norm
     | Linear
     | AddLora

@@ -82,6 +82,17 @@ void add_rms_norm(const T* x, int64_t x_stride, const T* residual, const W* weig
     });
 }
 
+// to += x.
+template <class T>
+void add_rows(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+    share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t i = start * width; i < end * width; i += kLanes) {
+            const int64_t count = end * width - i;
+            store(to + i, load(x + i, count) + load(to + i, count), count);
+        }
+    });
+}
+
 inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
 inline Floats gelu_pytorch_tanh(Floats x) {

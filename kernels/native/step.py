@@ -17,6 +17,7 @@ from ..lora import PagedAdapter
 from ..norms import ClampedSwiglu
 from ..plain.expert_lora import HostExpertLoraBatch
 from ..step import (
+    Add,
     AddExpertLora,
     AddGated,
     AddLora,
@@ -50,7 +51,7 @@ _NUM_FIELDS = 15  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
-    *(MultiplyGate, GatedDeltaRule),
+    *(MultiplyGate, GatedDeltaRule, Add),
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
 )
 
@@ -174,6 +175,11 @@ class NativeStep:
         return [residual, self._width(op.x), *self._weight(op.weight), _bits(op.eps)]
 
     @_fields.register
+    def _(self, op: Add) -> list[int]:
+        assert self._width(op.x) == self._width(op.to), "registers are as wide"
+        return [self._width(op.to)]
+
+    @_fields.register
     def _(self, op: Norm) -> list[int]:
         width = self._width(op.x)
         assert op.column + op.count * len(op.weight) <= width, "normed columns are the register's"
@@ -234,7 +240,13 @@ class NativeStep:
 
     @_fields.register
     def _(self, op: ChooseExperts) -> list[int]:
-        return [self._width(op.x), op.top_k, op.normalized]
+        routing, bias = op.routing, 0
+        if op.bias is not None:
+            assert op.bias.dtype == torch.float32, "scores are float32"
+            bias = self._address(op.bias)
+        numbers = [routing.top_k, routing.is_normalized, routing.scoring == "sigmoid"]
+        groups = [routing.num_groups, routing.top_groups]
+        return [self._width(op.x), *numbers, *groups, _bits(routing.scale), _bits(routing.eps), bias]
 
     @_fields.register
     def _(self, op: TakePairs) -> list[int]:
