@@ -15,6 +15,7 @@ import torch
 
 from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
+from .experts import Routing
 from .gated_delta import GatedDelta, LayerState, StateBatch
 from .lora import LoraBatch
 from .norms import Activation
@@ -128,14 +129,14 @@ class Gated:
 
 @dataclass(frozen=True)
 class ChooseExperts:
-    """Pairs of each row and its likeliest experts, by the softmax of the scores x; see `experts.ExpertGroups`.
+    """Pairs of each row and its experts, by their scores x; see `experts.choose_experts`.
 
     They are there until the next choice. Where a register has pairs, a row of it has as many as a row of the step.
     """
 
     x: Register
-    top_k: int
-    normalized: bool  # the weights of a row's experts add up to one
+    routing: Routing
+    bias: torch.Tensor | None = None  # [num_experts] float32
 
 
 @dataclass(frozen=True)

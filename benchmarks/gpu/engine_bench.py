@@ -120,6 +120,8 @@ class RandomWeights:
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        *,
+        in_floats: bool = False,
     ) -> torch.Tensor:
         assert (rows or (0, shape[0])) == (0, shape[0]) and columns in (None, (0, shape[-1])), "one worker has all"
         if len(shape) == 1:

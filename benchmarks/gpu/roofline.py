@@ -98,7 +98,7 @@ def roofline(model: ModelConfig, step: DecodeStep, limits: Device) -> Floor:
 def num_launches(model: ModelConfig, adapters: bool, weights_in_float8: bool = False) -> int:
     """Kernels of a decode step, with one for each operation that the product has."""
     layer = _LAUNCHES_A_LAYER + _LAUNCHES_OF_ADAPTERS * adapters + _LAUNCHES_OF_FLOAT8 * weights_in_float8
-    layer += 2 * model.family.qk_norm + 2 * (model.family.post_norms is not None)
+    layer += 2 * model.qk_norm + 2 * (model.family.post_norms is not None)
     return model.num_layers * layer + _OTHER_LAUNCHES
 
 

@@ -54,7 +54,15 @@ class RandomWeights:
     def __init__(self, *, is_narrow: bool) -> None:
         self._is_narrow, self._generator = is_narrow, torch.Generator().manual_seed(0)
 
-    def take(self, name: str, shape: tuple[int, ...], rows: object = None, columns: object = None) -> torch.Tensor:
+    def take(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        rows: object = None,
+        columns: object = None,
+        *,
+        in_floats: bool = False,
+    ) -> torch.Tensor:
         if len(shape) == 1:
             return torch.ones(shape, dtype=DTYPE)
         return torch.empty(shape, dtype=DTYPE).normal_(std=shape[1] ** -0.5, generator=self._generator)

@@ -23,6 +23,24 @@ struct ChosenExpert {
     float weight;
 };
 
+// How scores choose a row's experts; see ../experts.py.
+struct Routing {
+    int64_t top_k;
+    bool is_normalized, is_sigmoid;
+    int64_t num_groups, top_groups;
+    float scale, eps;
+    const float* bias;  // null: none
+
+    // The experts are the likeliest, by the softmax of their scores.
+    bool is_ordinary() const { return !is_sigmoid && num_groups == 1 && scale == 1.0f && eps == 0.0f && !bias; }
+};
+
+// Inserts an expert into those of a row, of which there are `count`, in the order of their numbers.
+inline void insert_expert(ChosenExpert* to, int64_t count, ChosenExpert chosen) {
+    for (; count > 0 && to[count - 1].expert > chosen.expert; count--) to[count] = to[count - 1];
+    to[count] = chosen;
+}
+
 // The `top_k` likeliest experts of a row in the order of their numbers. Of equally likely ones the first count as the
 // likelier. `spare`: for `num_experts` floats in whole vectors.
 template <class T>
@@ -50,28 +68,96 @@ void choose_of_row(const T* scores, int64_t num_experts, int64_t top_k, bool is_
         const float weight = spare[expert] / total;
         chosen_total += weight;
         spare[expert] = -1;  // taken
-        int64_t at = j;
-        for (; at > 0 && to[at - 1].expert > expert; at--) to[at] = to[at - 1];
-        to[at] = {expert, weight};
+        insert_expert(to, j, {expert, weight});
     }
     if (is_normalized)
         for (int64_t j = 0; j < top_k; j++) to[j].weight /= chosen_total;
 }
 
-// The pairs of all rows, by the softmax of their scores `[num_rows, num_experts]`.
+// The largest of `count` numbers; -1: all are minus infinity. The first of equal ones.
+inline int64_t largest_place(const float* numbers, int64_t count) {
+    int64_t place = -1;
+    for (int64_t i = 0; i < count; i++)
+        if (numbers[i] > (place < 0 ? -INFINITY : numbers[place])) place = i;
+    return place;
+}
+
+// Sets the choices of all groups but the `top_groups` whose two best have the highest sums to minus infinity.
+inline void close_groups(float* choices, int64_t num_experts, int64_t num_groups, int64_t top_groups, float* sums) {
+    const int64_t size = num_experts / num_groups;
+    for (int64_t g = 0; g < num_groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int64_t e = g * size; e < (g + 1) * size; e++) {
+            second = std::max(second, std::min(first, choices[e]));
+            first = std::max(first, choices[e]);
+        }
+        sums[g] = first + second;
+    }
+    for (int64_t i = 0; i < top_groups; i++) {
+        const int64_t best = largest_place(sums, num_groups);
+        if (best >= 0) sums[best] = NAN;  // open: no comparison finds it again
+    }
+    for (int64_t g = 0; g < num_groups; g++)
+        if (!std::isnan(sums[g])) std::fill(choices + g * size, choices + (g + 1) * size, -INFINITY);
+}
+
+// The experts of a row by any routing. `spare`: for two numbers of each expert and one of each group, in whole vectors.
 template <class T>
-void choose_experts(const T* scores, int64_t num_rows, int64_t num_experts, int64_t top_k, bool is_normalized,
-                    ExpertPairs& pairs, int num_threads) {
+void route_row(const T* logits, int64_t num_experts, const Routing& routing, float* spare, ChosenExpert* to) {
+    float *scores = spare, *choices = spare + num_experts + kLanes, *sums = choices + num_experts + kLanes;
+    Floats best = broadcast(-INFINITY), totals = {};
+    const auto each = [&](auto use) {
+        for (int64_t i = 0; i < num_experts; i += kLanes) use(i, int32_t(std::min<int64_t>(kLanes, num_experts - i)));
+    };
+    if (routing.is_sigmoid) {
+        each([&](int64_t i, int32_t count) {
+            store(scores + i, 1.0f / (1.0f + exponential(-load(logits + i, count))));
+        });
+    } else {
+        each([&](int64_t i, int32_t count) {
+            best = larger(best, keep_lanes(load(logits + i, count), -1, count - 1, -INFINITY));
+        });
+        const float highest = largest(best);
+        each([&](int64_t i, int32_t count) {
+            const Floats likely = keep_lanes(exponential(load(logits + i, count) - highest), -1, count - 1, 0.0f);
+            totals += likely;
+            store(scores + i, likely);
+        });
+        const float total = sum(totals);
+        for (int64_t e = 0; e < num_experts; e++) scores[e] /= total;
+    }
+    for (int64_t e = 0; e < num_experts; e++) choices[e] = scores[e] + (routing.bias ? routing.bias[e] : 0.0f);
+    if (routing.num_groups > 1) close_groups(choices, num_experts, routing.num_groups, routing.top_groups, sums);
+    float total = routing.eps;
+    for (int64_t j = 0; j < routing.top_k; j++) {
+        const int64_t expert = std::max<int64_t>(largest_place(choices, num_experts), 0);
+        insert_expert(to, j, {expert, scores[expert]});
+        total += scores[expert];
+        choices[expert] = -INFINITY;
+    }
+    const float factor = routing.is_normalized ? routing.scale / total : routing.scale;
+    for (int64_t j = 0; j < routing.top_k; j++) to[j].weight *= factor;
+}
+
+// The pairs of all rows, by their scores `[num_rows, num_experts]`.
+template <class T>
+void choose_experts(const T* scores, int64_t num_rows, int64_t num_experts, const Routing& routing, ExpertPairs& pairs,
+                    int num_threads) {
     static thread_local std::vector<ChosenExpert> kept;
-    const int64_t num_pairs = num_rows * top_k;
+    const int64_t top_k = routing.top_k, num_pairs = num_rows * top_k;
     kept.resize(size_t(num_pairs));
     ChosenExpert* chosen = kept.data();
     share_rows(num_rows, num_experts * top_k, num_threads, [&](int64_t start, int64_t end) {
         static thread_local std::vector<float> spare;
-        spare.resize(size_t(num_experts + kLanes));
-        for (int64_t row = start; row < end; row++)
-            choose_of_row(scores + row * num_experts, num_experts, top_k, is_normalized, spare.data(),
-                          chosen + row * top_k);
+        spare.resize(size_t(2 * (num_experts + kLanes) + routing.num_groups));
+        const bool is_ordinary = routing.is_ordinary();
+        for (int64_t row = start; row < end; row++) {
+            const T* of_row = scores + row * num_experts;
+            if (is_ordinary)
+                choose_of_row(of_row, num_experts, top_k, routing.is_normalized, spare.data(), chosen + row * top_k);
+            else
+                route_row(of_row, num_experts, routing, spare.data(), chosen + row * top_k);
+        }
     });
     pairs.top_k = top_k;
     pairs.offsets.assign(size_t(num_experts + 1), 0);

@@ -83,7 +83,9 @@ struct StepOperation {
             double alpha, limit;
         } gated;
         struct {
-            int64_t num_experts, top_k, is_normalized;
+            int64_t num_experts, top_k, is_normalized, is_sigmoid, num_groups, top_groups;
+            double scale, eps;
+            const float* bias;  // null: none
         } choose_experts;
         struct {
             int64_t width;
@@ -320,7 +322,9 @@ class Step {
 
     void choose(const StepOperation& op) const {
         const auto& own = op.choose_experts;
-        choose_experts(of(op.x), call.num_rows, own.num_experts, own.top_k, own.is_normalized != 0, pairs, num_threads);
+        const Routing routing{own.top_k,      own.is_normalized != 0, own.is_sigmoid != 0, own.num_groups,
+                              own.top_groups, float(own.scale),       float(own.eps),      own.bias};
+        choose_experts(of(op.x), call.num_rows, own.num_experts, routing, pairs, num_threads);
     }
 
     void multiply_pairs(const StepOperation& op) const {

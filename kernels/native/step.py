@@ -240,7 +240,13 @@ class NativeStep:
 
     @_fields.register
     def _(self, op: ChooseExperts) -> list[int]:
-        return [self._width(op.x), op.top_k, op.normalized]
+        routing, bias = op.routing, 0
+        if op.bias is not None:
+            assert op.bias.dtype == torch.float32, "scores are float32"
+            bias = self._address(op.bias)
+        numbers = [routing.top_k, routing.is_normalized, routing.scoring == "sigmoid"]
+        groups = [routing.num_groups, routing.top_groups]
+        return [self._width(op.x), *numbers, *groups, _bits(routing.scale), _bits(routing.eps), bias]
 
     @_fields.register
     def _(self, op: TakePairs) -> list[int]:

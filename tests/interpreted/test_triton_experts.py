@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.kernels.backend import triton_kernels
+from motet.kernels.experts import Routing, choose_experts
 from motet.kernels.gpu.expert_lora import TritonExpertLora, TritonExpertLoraBatch
 from motet.kernels.gpu.experts import TritonGroups
 from motet.kernels.gpu.lora import TritonLora, TritonLoraBatch
@@ -15,7 +16,6 @@ from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, P
 from motet.kernels.plain.expert_lora import HostExpertLora
 from motet.kernels.plain.experts import PlainExperts
 from motet.kernels.plain.lora import PlainLora
-from motet.workers.models.layers import choose_experts
 
 CPU = torch.device("cpu")
 KERNELS = triton_kernels(CPU, torch.float32)
@@ -32,7 +32,7 @@ def chosen_by(
     num_rows: int, num_experts: int, top_k: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """By a steep router, so that some experts get most rows and others none."""
-    return choose_experts(torch.randn(num_rows, num_experts, generator=generator) * 4, min(top_k, num_experts), False)
+    return choose_experts(torch.randn(num_rows, num_experts, generator=generator) * 4, Routing(min(top_k, num_experts)))
 
 
 @settings(deadline=None, max_examples=10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from torch.nn.functional import silu
 
 from motet.kernels.backend import plain_kernels
+from motet.kernels.experts import Routing, choose_experts
 from motet.kernels.plain.experts import PlainExperts
-from motet.workers.models.layers import choose_experts
 
 HIDDEN, WIDTH = 12, 8
 # bfloat16 keeps 8 bits of each product.
@@ -63,7 +64,7 @@ def test_grouped_products_are_those_of_each_row_alone(
     gate_up = (torch.randn(num_experts, 2 * WIDTH, HIDDEN, generator=generator) * HIDDEN**-0.5).to(dtype)
     down = (torch.randn(num_experts, HIDDEN, WIDTH, generator=generator) * WIDTH**-0.5).to(dtype)
     # A steep router, so that some experts get most rows and others none.
-    chosen, weights = choose_experts(torch.randn(num_rows, num_experts, generator=generator) * 4, top_k, False)
+    chosen, weights = choose_experts(torch.randn(num_rows, num_experts, generator=generator) * 4, Routing(top_k))
     expected = one_by_one(x, gate_up, down, chosen, weights)
     whole = part(x, gate_up, down, chosen, weights, 0)
     assert whole.dtype == dtype
@@ -105,11 +106,25 @@ def test_pairs_are_sorted_by_expert_and_then_by_row(experts: list[list[int]], fi
     assert (bounds[0], bounds[-1]) == (0, len(found))
 
 
+def test_experts_of_the_best_groups_are_chosen_by_what_their_bias_adds() -> None:
+    """Worked out by hand: scores are sigmoids, and the third of three groups is closed."""
+    chances = torch.tensor([[0.5, 0.2, 0.4, 0.4, 0.9, 0.05]])
+    bias = torch.tensor([0.0, 0.3, 0.0, 0.4, -0.5, 0.0])  # 0.5 0.5, 0.4 0.8, 0.4 0.05
+    routing = Routing(3, True, "sigmoid", has_bias=True, num_groups=3, top_groups=2, scale=2.0)
+    chosen, weights = choose_experts(chances.logit(), routing, bias)
+    by_expert = dict(zip(chosen[0].tolist(), weights[0].tolist(), strict=True))
+    assert by_expert == pytest.approx({3: 0.8 / 1.1, 0: 1.0 / 1.1, 1: 0.4 / 1.1})
+    with_eps = choose_experts(chances.logit(), replace(routing, eps=0.1), bias)[1]
+    torch.testing.assert_close(with_eps, weights * 1.1 / 1.2)
+    whole = choose_experts(chances.logit(), replace(routing, num_groups=1, top_groups=1, has_bias=False))
+    assert {*whole[0][0].tolist()} == {4, 0, 2} or {*whole[0][0].tolist()} == {4, 0, 3}
+
+
 def test_the_likeliest_experts_are_chosen() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [5.0, 5.0, -5.0]])
-    chosen, weights = choose_experts(logits, 2, normalized=True)
+    chosen, weights = choose_experts(logits, Routing(2, is_normalized=True))
     assert [set(row) for row in chosen.tolist()] == [{1, 2}, {0, 1}]
     torch.testing.assert_close(weights.sum(-1), torch.ones(2))
     torch.testing.assert_close(weights[0, 0] / weights[0, 1], torch.tensor(1.0).exp())
-    _, plain = choose_experts(logits, 2, normalized=False)
+    _, plain = choose_experts(logits, Routing(2))
     torch.testing.assert_close(plain[0, 0], logits[0].softmax(-1)[1])

@@ -13,13 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.kernels.experts import ExpertGroups
+from motet.kernels.experts import ExpertGroups, Routing, choose_experts
 from motet.kernels.native.build import NativeUnavailable, load_library
 from motet.kernels.native.experts import NativeExperts, PackedExperts
 from motet.kernels.native.linear import NativeLinear
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, SANITIZERS, Build, close
-from motet.workers.models.layers import choose_experts
 
 
 def load(build: Build) -> NativeExperts:
@@ -69,7 +68,7 @@ def test_each_pair_goes_through_its_own_expert(
     """Some experts get most rows and others none; some belong to another worker. NaN surrounds the columns of x."""
     (kernels, dtype), generator = native, torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, num_experts, generator=generator) * 4
-    chosen, weights = choose_experts(logits, min(top_k, num_experts), False)
+    chosen, weights = choose_experts(logits, Routing(min(top_k, num_experts)))
     first = num_experts // 3
     groups = kernels.group(chosen, weights, first, num_experts - first)
     weight = draw(num_experts - first, num_out, num_in, dtype, generator)

@@ -17,6 +17,7 @@ from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
+from motet.kernels.experts import Routing, choose_experts
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu
 from motet.kernels.step import (
@@ -41,7 +42,6 @@ from motet.kernels.step import (
 )
 from motet.tests.rigs.native_builds import TOLERANCE
 from motet.workers.execution.device_rows import make_inputs
-from motet.workers.models.layers import choose_experts
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
 from motet.workers.plan import SequencePlan, StepPlan, packed
@@ -197,7 +197,7 @@ def test_a_step_is_what_its_kernels_compute(
     assert kernels.step.why_not([HEADS, replace(HEADS, head_dim=1024)]) is not None
 
 
-EXPERTS, EXPERT_INNER = 5, 40
+EXPERTS, EXPERT_INNER = 6, 40
 EXPERT_GEOMETRY = LoraGeometry(1, SLAB, 8, ((HIDDEN, EXPERT_INNER), (HIDDEN, EXPERT_INNER), (EXPERT_INNER, HIDDEN)))
 
 
@@ -214,8 +214,17 @@ def expert_adapter(ranks: tuple[int, int, int], first_page: int) -> PagedAdapter
     return PagedAdapter(pages, (), tuple(experts))
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> None:
+ROUTINGS = (
+    Routing(1),
+    Routing(3, is_normalized=True),
+    Routing(2, scoring="sigmoid", has_bias=True, scale=1.7),
+    Routing(3, True, "sigmoid", has_bias=True, num_groups=EXPERTS // 2, top_groups=2, scale=0.6, eps=1e-20),
+    Routing(3, True, has_bias=True, eps=0.1),
+)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing) -> None:
     """With adapters for experts and without, an expert that computes every row, and equal scores of all experts.
 
     Where several are chosen, they have biases and the clamped activation (gpt-oss).
@@ -223,21 +232,23 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
     kernels, dtype = native
     if kernels.step is None:
         pytest.skip("oneDNN's linears serve")
+    top_k = routing.top_k
     generator = torch.Generator().manual_seed(top_k)
     draw = partial(torch.randn, generator=generator)
-    table, router = draw(VOCAB, HIDDEN).to(dtype), draw(EXPERTS, HIDDEN).to(dtype)
+    table, router = draw(VOCAB, HIDDEN).to(dtype), (draw(EXPERTS, HIDDEN) / HIDDEN**0.5).to(dtype)
     table[0] = 0  # all experts are equally likely: the first ones are chosen
     gate_up = kernels.pack_experts((draw(EXPERTS, 2 * EXPERT_INNER, HIDDEN) / HIDDEN**0.5).to(dtype))
     down = kernels.pack_experts((draw(EXPERTS, HIDDEN, EXPERT_INNER) / EXPERT_INNER**0.5).to(dtype))
     activation = ClampedSwiglu(1.7, 1.5) if top_k > 1 else "silu"
     biases = [draw(EXPERTS, width).to(dtype) for width in (2 * EXPERT_INNER, HIDDEN)] if top_k > 1 else [None, None]
     router, gate = kernels.pack_linear(router), kernels.pack_linear(draw(1, HIDDEN).to(dtype))
+    choice_bias = draw(EXPERTS) * 0.3 if routing.has_bias else None
     x, scores, pairs, both, inner, of_pairs, found, own_gate = range(8)
     widths = (HIDDEN, EXPERTS, *(top_k * n for n in (HIDDEN, 2 * EXPERT_INNER, EXPERT_INNER, HIDDEN)), HIDDEN, 1)
     operations = (
         Embed(x, table, 1.0),
         Linear(x, scores, router, None),
-        ChooseExperts(scores, top_k, normalized=top_k > 1),
+        ChooseExperts(scores, routing, choice_bias),
         TakePairs(x, pairs),
         ExpertLinear(pairs, both, gate_up, biases[0]),
         AddExpertLora(pairs, both, 0, (0, 1), 3, HIDDEN, EXPERT_INNER),
@@ -247,6 +258,7 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
         CombinePairs(of_pairs, found),
         Linear(x, own_gate, gate, None),
         AddGated(x, own_gate, found),
+        Add(x, found),
     )
     pool = (draw(60, 1, SLAB) * 0.1).to(dtype)
     step = kernels.step.prepare(Program(widths, operations, found), pool)
@@ -263,9 +275,10 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
         segments = [segment for segment in segments if segment.start < segment.end]
         for adapters in (None, kernels.expert_lora.prepare(segments, EXPERT_GEOMETRY, CPU)):
             rows = table[tokens]
-            chosen, weights = choose_experts(kernels.linear(rows, router, None), top_k, top_k > 1)
-            equal = tokens == 0  # torch chooses any of them
-            chosen[equal] = torch.arange(top_k)
+            chosen, weights = choose_experts(kernels.linear(rows, router, None), routing, choice_bias)
+            if routing.is_plain:
+                equal = tokens == 0  # torch chooses any of them
+                chosen[equal] = torch.arange(top_k)
             groups = kernels.experts.group(chosen, weights, 0, EXPERTS)
             lora = None if adapters is None else kernels.expert_lora.of_pairs(adapters, groups, 0)
             of_each = rows[groups.rows]
@@ -277,7 +290,7 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], top_k: int) -> N
             if lora is not None:
                 kernels.lora.add(y, between, pool, 0, lora, (2,))
             expected = kernels.experts.combine(y, groups, num_rows)
-            expected = expected + kernels.linear(rows, gate, None).sigmoid() * rows
+            expected = expected + kernels.linear(rows, gate, None).sigmoid() * rows + rows
             actual = step.run(inputs.token_ids, inputs.attention, None, adapters)
             tolerance = TOLERANCE[dtype]
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

@@ -30,6 +30,7 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
@@ -218,6 +219,21 @@ VARIANTS: Mapping[str, Variant] = {
     "ministral3": Variant(
         lambda: Ministral3Config(
             **SHAPE | {"num_key_value_heads": 1}, head_dim=20, sliding_window=30, rope_parameters=deepcopy(SCALED_ROPE)
+        )
+    ),
+    "glm4_moe": Variant(
+        lambda: Glm4MoeConfig(
+            **SHAPE,
+            head_dim=24,
+            attention_bias=True,
+            use_qk_norm=True,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            n_shared_experts=2,
+            routed_scaling_factor=1.7,
+            n_group=3,
+            topk_group=2,
         )
     ),
     "gpt_oss": Variant(
@@ -688,6 +704,9 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
             _draw(parameter, 0.2 if gemma else 0.4, generator)
         else:
             _draw(parameter, (3.0 if "lm_head" in name else 1.2) * parameter.shape[-1] ** -0.5, generator)
+    for name, buffer in model.named_buffers():
+        if "correction_bias" in name:  # as far apart as the scores
+            _draw(buffer, 0.3, generator)
 
 
 def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:

@@ -50,6 +50,10 @@ GEMMA: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
 }
 WIDE = {"max_position_embeddings": 8192}
+GLM_MOE: dict[str, Any] = {
+    **{"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 6, "n_shared_experts": 2, "num_hidden_layers": 3, "head_dim": 4},
+}
 QWEN3_5: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
 
 
@@ -182,6 +186,13 @@ def test_sliding_windows_are_those_of_the_family(
             "num_experts = 2 contradicts num_local_experts = 4",
         ),
         (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 5}, "= 5: 1 to 4, the number"),
+        (GLM_MOE | {"n_group": 3}, "n_group = 3: a divisor of 4, the number of experts"),
+        (GLM_MOE | {"n_group": 4}, "n_group = 4: .* with two experts in each group"),
+        (
+            GLM_MOE | {"n_group": 2, "num_experts_per_tok": 3},
+            "topk_group = 1: .* have num_experts_per_tok = 3",
+        ),
+        (GLM_MOE | {"topk_group": 2}, "topk_group = 2: up to n_group = 1"),
         ({"quantization_config": {"bits": 4}}, "quant_method = None is not supported"),
         ({"num_key_value_heads": 3}, "no multiple of 3"),
         (
@@ -212,6 +223,7 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, A
         ({"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS}, (0, 1), (6, 10)),
         ({"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, "mlp_only_layers": [1]}, (0,), (6, 10)),
         ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "decoder_sparse_step": 2}, (1,), (6, None)),
+        (GLM_MOE, (1, 2), (6, 12)),
     ],
 )
 def test_layers_with_experts(
@@ -372,6 +384,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"original_max_position_embeddings": 8192, "rope_type": "yarn"},
         },
     },
+    "GLM-4.5": {
+        **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "head_dim": 2},
+        **{"use_qk_norm": True, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1, "rope_scaling": None},
+        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 160, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        **{"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "attention_dropout": 0.0},
+        "moe_intermediate_size": 8,
+    },
     "Ministral 3": {
         **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "head_dim": 128},
         "sliding_window": None,
@@ -387,6 +406,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_keys_of_published_bases_are_accepted(tmp_path: Path, name: str) -> None:
     ModelConfig.from_folder(folder(tmp_path, **PUBLISHED[name]))
+
+
+def test_layers_that_guess_tokens_are_left_out_and_the_choice_stays_in_float32(tmp_path: Path) -> None:
+    path = write_model("glm4_moe", tmp_path / "base")
+    stored = load_file(path / "model.safetensors")
+    beyond = {
+        name.replace("layers.2.", "layers.3."): value.clone() for name, value in stored.items() if "layers.2." in name
+    }
+    beyond["model.layers.3.eh_proj.weight"] = torch.zeros(64, 128)
+    save_file(stored | beyond, path / "model.safetensors")
+    sharding = ModelSharding(ModelConfig.from_folder(path))
+    decoder = load_decoder(sharding, Checkpoint(path, torch.bfloat16, torch.device("cpu")))
+    mlp = decoder.layers[2].mlp
+    assert isinstance(mlp, ExpertMlp)
+    assert mlp.choice_bias is not None and mlp.router.dtype == torch.bfloat16
+    expected = stored["model.layers.2.mlp.gate.e_score_correction_bias"]
+    torch.testing.assert_close(mlp.choice_bias, expected, atol=0, rtol=0)
 
 
 def test_an_absent_key_means_what_the_family_says(tmp_path: Path) -> None:

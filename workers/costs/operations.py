@@ -177,7 +177,7 @@ class _Parts:
         layers, hidden, width = sum(experts.layers), model.hidden_size, experts.intermediate_size
         router, expert = hidden * experts.num_experts, 3 * hidden * width
         shared = experts.shared_intermediate_size or 0
-        always = router + 3 * hidden * shared + (hidden if shared else 0)  # the shared expert has a gate of its own
+        always = router + 3 * hidden * shared + (hidden if shared and experts.shared_is_gated else 0)
         weights = always + self._num_chosen(rows) * expert
         flops = 2 * rows * (always + experts.top_k * expert)
         between = rows * (experts.num_experts + experts.top_k * (2 * hidden + 3 * width) + 3 * shared + 2 * hidden)
@@ -306,7 +306,8 @@ def model_size(model: ModelConfig) -> ModelSize:
     experts, num_sparse, sparse, chosen = model.experts, 0, 0, 0
     if experts is not None:
         num_sparse, shared = sum(experts.layers), experts.shared_intermediate_size or 0
-        always = hidden * experts.num_experts + 3 * hidden * shared + (hidden if shared else 0)
+        always = hidden * experts.num_experts + 3 * hidden * shared
+        always += hidden if shared and experts.shared_is_gated else 0
         per_expert = 3 * hidden * experts.intermediate_size
         sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
         if model.family.experts is not None and model.family.experts.are_fused:  # with biases, and the router too
@@ -317,7 +318,7 @@ def model_size(model: ModelConfig) -> ModelSize:
     family = model.family
     num_norms = sum(name is not None for name in (family.attention_norm, family.mlp_norm, *(family.post_norms or ())))
     norms = (layers * num_norms + 1) * hidden
-    norms += num_attention * (query + kv if family.qk_norm_spans_heads else 2 * dim) * family.qk_norm
+    norms += num_attention * (query + kv if family.qk_norm_spans_heads else 2 * dim) * model.qk_norm
     all_products, recurrent = num_attention * products, model.recurrent
     small = num_attention * model.num_heads * model.family.has_sinks  # weights of what is no linear
     if recurrent is not None:

@@ -59,6 +59,7 @@ class ModelConfig:
     logit_multiplier: float = 1.0
     head_order: tuple[int, ...] = ()  # see `rotary_config.head_order`
     is_wrapped: bool = False  # the text model of one that takes pictures too
+    qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     recurrent: RecurrentConfig | None = None
     sizes: LayerSizes | None = None  # see `layer_sizes`
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
@@ -344,6 +345,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None or family.reads_wrapped,
+        qk_norm=values.get("use_qk_norm", family.qk_norm),
         recurrent=RecurrentConfig.from_values(values, family),
         sizes=LayerSizes.from_values(values, slides) if family.sizes_differ else None,
         quantisation=quantisation,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 
@@ -99,6 +100,15 @@ def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: 
     )
 
 
+def _guessing_layers(num_layers: int, checkpoint: WeightSource) -> Iterator[str]:
+    """The beginnings of names of layers behind the last one, which guess several tokens at once (DeepSeek V3)."""
+    for layer in count(num_layers):
+        prefix = f"model.layers.{layer}."
+        if f"{prefix}eh_proj.weight" not in checkpoint:
+            return
+        yield prefix
+
+
 def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels | None = None) -> Decoder:
     """Reads this worker's part of every weight, laid out for `kernels` (None: the plain twins).
 
@@ -125,6 +135,8 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     checkpoint.drop(suffix="rotary_emb.inv_freq")
     if config.recurrent is not None:
         checkpoint.drop(prefix="mtp.")  # it guesses several tokens at once: another model beside this one
+    for prefix in _guessing_layers(config.num_layers, checkpoint):
+        checkpoint.drop(prefix=prefix)
     for prefix in VISION_PREFIXES if config.is_wrapped else ():
         checkpoint.drop(prefix=prefix)
         checkpoint.drop(prefix=f"model.{prefix}")

@@ -277,6 +277,8 @@ class DeviceCheckpoint:
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        *,
+        in_floats: bool = False,
     ) -> torch.Tensor:
         """The tensor or the given part of it, on the device in the engine's dtype; the host does not wait for the copy.
 
@@ -294,7 +296,7 @@ class DeviceCheckpoint:
         own_shape = (stop - first, *shape[1:]) if shape else ()
         if columns is not None:
             own_shape = (stop - first, columns[1] - columns[0])
-        target = torch.empty(own_shape, dtype=self._dtype, device=self._device)
+        target = torch.empty(own_shape, dtype=torch.float32 if in_floats else self._dtype, device=self._device)
         if target.numel() > 0:
             self._staging.begin()
             try:
@@ -355,7 +357,7 @@ class DeviceCheckpoint:
         while done < len(flat):
             piece = flat[done : done + self._staging.num_fitting(dtype.itemsize, len(flat) - done)]
             buffer = self._read(stored, (first + done) * dtype.itemsize, len(piece) * dtype.itemsize)
-            if dtype == self._dtype:
+            if dtype == target.dtype:
                 self._staging.send(buffer, piece)
             else:
                 self._staging.send_changed(buffer, dtype, 1, slice(None), piece.unsqueeze(1))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from ...kernels.experts import Routing
 from .family import Family
+
+_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -14,11 +17,16 @@ class ExpertConfig:
     """Sizes are of the whole model, before any sharding."""
 
     num_experts: int
-    top_k: int  # experts that compute a row
+    routing: Routing
     intermediate_size: int  # of one expert
-    normalized: bool  # the chosen experts' weights add up to one
     shared_intermediate_size: int | None  # of the expert that computes every row; None: there is none
+    shared_is_gated: bool  # its output is weighted by a gate of its own
     layers: tuple[bool, ...]  # True: experts, False: a dense MLP
+
+    @property
+    def top_k(self) -> int:
+        """Experts that compute a row."""
+        return self.routing.top_k
 
     @staticmethod
     def from_values(values: Mapping[str, Any], family: Family) -> ExpertConfig | None:
@@ -28,9 +36,10 @@ class ExpertConfig:
         """
         if family.experts is None:
             return None
-        num_experts = int(values["num_experts"] if "num_experts" in values else values["num_local_experts"])
+        num_experts = next(int(values[key]) for key in _COUNT_KEYS if key in values)
         top_k, step = int(values["num_experts_per_tok"]), int(values.get("decoder_sparse_step", 1))
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
+        dense |= {*range(int(values.get("first_k_dense_replace", 0)))}
         layers = tuple(
             num_experts > 0 and layer not in dense and (layer + 1) % step == 0
             for layer in range(int(values["num_hidden_layers"]))
@@ -39,11 +48,41 @@ class ExpertConfig:
             return None
         if top_k > num_experts:
             raise ValueError(f"num_experts_per_tok = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
+        width = int(values.get("moe_intermediate_size", values["intermediate_size"]))
+        routing = replace(
+            family.routing,
+            top_k=top_k,
+            is_normalized=family.always_normalized or bool(values["norm_topk_prob"]),
+            num_groups=int(values.get("n_group", 1)),
+            top_groups=int(values.get("topk_group", 1)),
+            scale=float(values.get("routed_scaling_factor", 1.0)),
+        )
+        _check_groups(routing, num_experts)
         return ExpertConfig(
             num_experts=num_experts,
-            top_k=top_k,
-            intermediate_size=int(values.get("moe_intermediate_size", values["intermediate_size"])),
-            normalized=family.always_normalized or bool(values["norm_topk_prob"]),
-            shared_intermediate_size=values.get("shared_expert_intermediate_size"),
+            routing=routing,
+            intermediate_size=width,
+            shared_intermediate_size=width * values["n_shared_experts"]
+            if "n_shared_experts" in values
+            else values.get("shared_expert_intermediate_size"),
+            shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
+        )
+
+
+def _check_groups(routing: Routing, num_experts: int) -> None:
+    """Raises ValueError for groups of which a row cannot choose its experts."""
+    num_groups, top_groups = routing.num_groups, routing.top_groups
+    if num_groups == 1 and top_groups == 1:
+        return
+    size = num_experts // num_groups
+    if num_experts % num_groups or size < 2:
+        raise ValueError(
+            f"n_group = {num_groups}: a divisor of {num_experts}, the number of experts, with two experts in each "
+            "group at least, is needed"
+        )
+    if not top_groups <= num_groups or top_groups * size < routing.top_k:
+        raise ValueError(
+            f"topk_group = {top_groups}: up to n_group = {num_groups}, and groups that have num_experts_per_tok = "
+            f"{routing.top_k} experts at least, are needed"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ...kernels.experts import Routing
 from .family import ExpertNames, Family
 from .rotary_config import LONGROPE, PROPORTIONAL, SCALINGS
 from .sliding import (
@@ -20,6 +21,11 @@ from .sliding import (
 )
 
 _QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+# DeepSeek V3's names and routing, which others have taken over.
+_DEEPSEEK_EXPERTS = replace(
+    _QWEN_EXPERTS, bias="gate.e_score_correction_bias", shared="shared_experts", shared_gate="", are_parameters=True
+)
+_DEEPSEEK_ROUTING = Routing(scoring="sigmoid", has_bias=True, eps=1e-20)
 
 COMMON: dict[str, Any] = {
     "num_key_value_heads": None,  # as many as heads
@@ -258,6 +264,31 @@ FAMILIES = {
         qk_norm=True,
         slides=if_enabled,
         experts=_QWEN_EXPERTS,
+    ),
+    "Glm4MoeForCausalLM": Family(
+        "glm4_moe",
+        "glm4_moe",
+        COMMON
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "use_qk_norm": False,
+            "num_nextn_predict_layers": 1,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        output_has_bias=False,
+        rotated_share=0.5,
+        experts=_DEEPSEEK_EXPERTS,
+        routing=_DEEPSEEK_ROUTING,
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",

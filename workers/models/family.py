@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...kernels.experts import Routing
 from .rotary_config import SCALINGS
 from .sliding import Slides, never
 
@@ -24,6 +25,9 @@ class ExpertNames:
     up: str
     down: str
     router: str = "gate"
+    bias: str = ""  # of the router's scores, for the choice alone; empty: none
+    shared: str = "shared_expert"  # that computes every row, in bases that have one
+    shared_gate: str = "shared_expert_gate"  # empty: it is added as it is
     are_fused: bool = False
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
@@ -70,6 +74,7 @@ class Family:
     rotates_neighbours: bool = False  # pairs (0, 1), (2, 3) …, not (0, half), (1, half + 1) …
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
     experts: ExpertNames | None = None  # None: the family has no experts
+    routing: Routing = field(default_factory=Routing)  # what config.json does not say of it
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
     recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output

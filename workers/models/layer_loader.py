@@ -195,10 +195,10 @@ class _LayerLoader:
             down=self._pack_experts(torch.stack(down)),
             first=first,
             num_experts=stop - first,
-            top_k=config.top_k,
-            normalized=config.normalized,
+            routing=config.routing,
             activation=self._config.activation,
-            shared=self._shared_expert(f"{names.block}.shared_expert"),
+            shared=self._shared_expert(names),
+            choice_bias=self._choice_bias(f"{names.block}.{names.bias}"),
             **biases,
         )
 
@@ -272,20 +272,30 @@ class _LayerLoader:
             "down_bias": down if part.start == 0 else None,
         }
 
-    def _shared_expert(self, path: str) -> SharedExpert | None:
+    def _choice_bias(self, name: str) -> torch.Tensor | None:
+        config = self._config.experts
+        assert config is not None
+        if not config.routing.has_bias:
+            return None
+        return self._checkpoint.take(f"{self.prefix}{name}", (config.num_experts,), in_floats=True)
+
+    def _shared_expert(self, names: ExpertNames) -> SharedExpert | None:
         config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
         if config is None or config.shared_intermediate_size is None:
             return None
-        width = config.shared_intermediate_size
+        path, width = f"{names.block}.{names.shared}", config.shared_intermediate_size
+        gate = None
+        if config.shared_is_gated:
+            gate = self._pack(self._rows(f"{names.block}.{names.shared_gate}", hidden, 1, None))
         return SharedExpert(
             self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])),
             self._pack(self._columns(f"{path}.down_proj", width, hidden, part)),
-            self._pack(self._rows(f"{path}_gate", hidden, 1, None)),
+            gate,
         )
 
     def _head_norm(self) -> HeadNorm | None:
         config = self._config
-        if not config.family.qk_norm:
+        if not config.qk_norm:
             return None
         dim, spans = config.head_dim, config.family.qk_norm_spans_heads
         heads = (("q", config.num_heads, self._sharding.heads), ("k", config.num_kv_heads, self._sharding.kv_heads))

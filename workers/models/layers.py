@@ -11,7 +11,7 @@ from ...adapters.adapter import MODULES, RECURRENT_MODULES
 from ...kernels.attention import AttentionBatch, LayerKV
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.expert_lora import ExpertLoraBatch
-from ...kernels.experts import ExpertWeight
+from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.gated_delta import GatedDelta, LayerState, StateBatch
 from ...kernels.lora import LoraBatch
 from ...kernels.norms import Activation, scale_to_unit
@@ -206,17 +206,18 @@ EXPERT_GATE_UP, EXPERT_DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE)."""
+    """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE) or as it is (DeepSeek)."""
 
     gate_up: LinearWeight  # [2 * this worker's features, hidden]
     down: LinearWeight  # [hidden, this worker's features]
-    gate: LinearWeight  # [1, hidden]
+    gate: LinearWeight | None  # [1, hidden]
 
     def __call__(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
         kernels = context.kernels
         inner = kernels.gated(kernels.linear(x, self.gate_up, None), activation)
-        return kernels.linear(x, self.gate, None).sigmoid() * kernels.linear(inner, self.down, None)
+        y = kernels.linear(inner, self.down, None)
+        return y if self.gate is None else kernels.linear(x, self.gate, None).sigmoid() * y
 
 
 @dataclass(frozen=True)
@@ -232,10 +233,10 @@ class ExpertMlp:
     down: ExpertWeight  # [this worker's experts, hidden, its features]
     first: int  # index of this worker's first expert
     num_experts: int  # of this worker
-    top_k: int
-    normalized: bool  # the chosen experts' weights add up to one
+    routing: Routing
     activation: Activation
     shared: SharedExpert | None
+    choice_bias: torch.Tensor | None = None  # [num_experts] float32, of the scores for the choice alone
     router_bias: torch.Tensor | None = None  # [num_experts]
     gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
     down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
@@ -244,7 +245,7 @@ class ExpertMlp:
         kernels, lora = context.kernels.experts, context.kernels.lora
         # Every worker chooses by itself; the same x gives the same choice.
         scores = context.kernels.linear(x, self.router, self.router_bias)
-        chosen, weights = choose_experts(scores, self.top_k, self.normalized)
+        chosen, weights = choose_experts(scores, self.routing, self.choice_bias)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
         adapters = None
         if context.expert_lora is not None:
@@ -261,9 +262,3 @@ class ExpertMlp:
         if self.shared is not None:
             y = y + self.shared(x, self.activation, context)
         return y
-
-
-def choose_experts(logits: torch.Tensor, top_k: int, normalized: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest experts of each row, `[num_rows, top_k]` int64, and their weights in float32."""
-    weights, chosen = logits.float().softmax(-1).topk(top_k, dim=-1)
-    return chosen, weights / weights.sum(-1, keepdim=True) if normalized else weights

@@ -205,14 +205,16 @@ class QuantisedCheckpoint(Checkpoint):
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        *,
+        in_floats: bool = False,
     ) -> torch.Tensor:
         if len(shape) == 3 and name in self._linears:
             assert columns is None, "experts are read whole"
             return self._experts(name, shape, rows or (0, shape[0]))
         quantised = self.take_quantised(name, shape, rows, columns)
         if quantised is None:
-            return super().take(name, shape, rows, columns)
-        return quantised.dequantised().to(self._dtype)
+            return super().take(name, shape, rows, columns, in_floats=in_floats)
+        return quantised.dequantised().to(torch.float32 if in_floats else self._dtype)
 
     def _experts(self, name: str, shape: tuple[int, ...], experts: tuple[int, int]) -> torch.Tensor:
         """Some experts of a layer `[num_experts, in, out]`, as they are stored in 16 bits: in four outputs are rows."""

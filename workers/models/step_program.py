@@ -126,12 +126,12 @@ def _widths(decoder: Decoder) -> tuple[int, ...]:
             widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
         else:
             assert isinstance(mlp, ExpertMlp)
-            gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.top_k
+            gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
             widths |= {SCORES: mlp.num_experts, PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
             widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
             if mlp.shared is not None:
                 widths |= {SHARED_GATE_UP: mlp.shared.gate_up.num_out, SHARED_INNER: mlp.shared.down.num_in}
-                widths |= {SHARED_OUTPUT: hidden, SHARED_GATE: 1}
+                widths |= {SHARED_OUTPUT: hidden, SHARED_GATE: 0 if mlp.shared.gate is None else 1}
     return tuple(widths.get(register, 0) for register in range(max(widths) + 1))
 
 
@@ -194,11 +194,11 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
     assert isinstance(mlp, ExpertMlp)
     hidden, inner = mlp.down.num_out, mlp.down.num_in
     yield Linear(x, SCORES, mlp.router, mlp.router_bias)
-    yield ChooseExperts(SCORES, mlp.top_k, mlp.normalized)
+    yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias)
     yield TakePairs(x, PAIRS)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
     yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
-    yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.top_k)
+    yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
     yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down, mlp.down_bias)
     yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
     yield CombinePairs(PAIRS_OUTPUT, OUTPUT)
@@ -206,8 +206,11 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
         yield Linear(x, SHARED_GATE_UP, shared.gate_up, None)
         yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
         yield Linear(SHARED_INNER, SHARED_OUTPUT, shared.down, None)
-        yield Linear(x, SHARED_GATE, shared.gate, None)
-        yield AddGated(SHARED_OUTPUT, SHARED_GATE, OUTPUT)
+        if shared.gate is None:
+            yield Add(SHARED_OUTPUT, OUTPUT)
+        else:
+            yield Linear(x, SHARED_GATE, shared.gate, None)
+            yield AddGated(SHARED_OUTPUT, SHARED_GATE, OUTPUT)
 
 
 def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: int, num_out: int) -> AddExpertLora:

@@ -38,10 +38,13 @@ class WeightSource(Protocol):
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        *,
+        in_floats: bool = False,
     ) -> torch.Tensor:
         """The tensor, or these rows and columns of it, in the engine's dtype and on its device.
 
-        `shape` is that of the whole tensor. Raises ValueError if it is missing, has another shape or holds integers.
+        `shape` is that of the whole tensor. `in_floats`: in float32, whatever the engine's dtype. Raises ValueError if
+        it is missing, has another shape or holds integers.
         """
 
     def take_quantised(
@@ -101,6 +104,8 @@ class Checkpoint:
         shape: tuple[int, ...],
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
+        *,
+        in_floats: bool = False,
     ) -> torch.Tensor:
         """The tensor or the given part of it, in the engine's dtype and on its device; only that part is read.
 
@@ -125,7 +130,7 @@ class Checkpoint:
             tensor = stored[slice(*rows) if rows is not None else slice(None), slice(*columns)]
         if self._on_progress is not None:
             self._on_progress("loading weights", self._total - len(self._where), self._total)
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._device).float() if in_floats else tensor.to(self._device, self._dtype)
 
     def take_quantised(
         self,
