@@ -45,10 +45,11 @@ class AddNorm:
 
 @dataclass(frozen=True)
 class Add:
-    """to += x."""
+    """to = (to + x) * scale."""
 
     x: Register
     to: Register
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,17 @@ class AddGated:
 
 
 @dataclass(frozen=True)
+class JoinEmbedding:
+    """to = x and, side by side with it, beside + table[tokens] * scale."""
+
+    x: Register
+    beside: Register
+    to: Register
+    table: torch.Tensor  # [vocab, width of `beside`]
+    scale: float
+
+
+@dataclass(frozen=True)
 class MultiplyGate:
     """to = x * sigmoid(gate). See `norms.multiply_gate`."""
 
@@ -223,6 +235,7 @@ Operation = (
     | AddExpertLora
     | CombinePairs
     | AddGated
+    | JoinEmbedding
     | MultiplyGate
     | GatedDeltaRule
 )

@@ -82,13 +82,13 @@ void add_rms_norm(const T* x, int64_t x_stride, const T* residual, const W* weig
     });
 }
 
-// to += x.
+// to = (to + x) * scale; the sum is rounded before the product, as in torch.
 template <class T>
-void add_rows(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+void add_rows(const T* x, T* to, int64_t num_rows, int64_t width, float scale, int num_threads) {
     share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
         for (int64_t i = start * width; i < end * width; i += kLanes) {
             const int64_t count = end * width - i;
-            store(to + i, load(x + i, count) + load(to + i, count), count);
+            store(to + i, rounded<T>(load(x + i, count) + load(to + i, count)) * scale, count);
         }
     });
 }

@@ -33,6 +33,7 @@ enum class StepKind : int64_t {
     kMultiplyGate,
     kGatedDelta,
     kAdd,
+    kJoinEmbedding,
     kByteLinear,
     kCodeLinear
 };
@@ -92,7 +93,14 @@ struct StepOperation {
         } pairs;  // taken or combined
         struct {
             int64_t width;
+            double scale;
         } add;
+        struct {
+            int64_t beside;
+            const void* table;
+            int64_t stride, width;
+            double scale;
+        } join_embedding;
         struct {
             const void* weight;
             int64_t weight_stride, num_in, num_out;
@@ -158,7 +166,9 @@ class Step {
             case StepKind::kAddNorm:
                 return add_norm(op);
             case StepKind::kAdd:
-                return motet::add_rows(of(op.x), of(op.to), call.num_rows, op.add.width, num_threads);
+                return motet::add_rows(of(op.x), of(op.to), call.num_rows, op.add.width, float(op.add.scale), num_threads);
+            case StepKind::kJoinEmbedding:
+                return join(op);
             case StepKind::kNorm:
                 return norm(op);
             case StepKind::kLinear:
@@ -214,6 +224,21 @@ class Step {
             }
             for (int64_t i = 0; i < width; i += kLanes)
                 store(to + row * width + i, load(from + i, width - i) * float(scale), width - i);
+        }
+    }
+
+    void join(const StepOperation& op) const {
+        const auto& own = op.join_embedding;
+        for (int64_t row = 0; row < call.num_rows; row++) {
+            const T* table = (const T*)own.table + call.token_ids[row] * own.stride;
+            const T* beside = of(own.beside) + row * own.width;
+            T* to = of(op.to) + 2 * row * own.width;
+            std::memcpy(to, of(op.x) + row * own.width, size_t(own.width) * sizeof(T));
+            for (int64_t i = 0; i < own.width; i += kLanes) {
+                const int64_t count = own.width - i;
+                const Floats token = rounded<T>(load(table + i, count) * float(own.scale));
+                store(to + own.width + i, load(beside + i, count) + token, count);
+            }
         }
     }
 

@@ -30,6 +30,7 @@ from ..step import (
     Gated,
     GatedDeltaRule,
     Heads,
+    JoinEmbedding,
     Linear,
     MultiplyGate,
     Norm,
@@ -51,7 +52,7 @@ _NUM_FIELDS = 15  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
-    *(MultiplyGate, GatedDeltaRule, Add),
+    *(MultiplyGate, GatedDeltaRule, Add, JoinEmbedding),
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
 )
 
@@ -177,7 +178,16 @@ class NativeStep:
     @_fields.register
     def _(self, op: Add) -> list[int]:
         assert self._width(op.x) == self._width(op.to), "registers are as wide"
-        return [self._width(op.to)]
+        return [self._width(op.to), _bits(op.scale)]
+
+    @_fields.register
+    def _(self, op: JoinEmbedding) -> list[int]:
+        width = self._width(op.beside)
+        assert op.table.dtype == self._dtype and op.table.stride(1) == 1, "rows of the kernels' dtype"
+        assert (self._width(op.x), self._width(op.to), op.table.shape[1]) == (width, 2 * width, width), (
+            "halves are alike"
+        )
+        return [op.beside, self._view_address(op.table), op.table.stride(0), width, _bits(op.scale)]
 
     @_fields.register
     def _(self, op: Norm) -> list[int]:
@@ -301,6 +311,11 @@ class NativeStep:
     def _address(self, tensor: torch.Tensor) -> int:
         tensor = tensor.contiguous()
         assert tensor.dtype in (self._dtype, torch.float32), "tensors have the kernels' dtype or float32"
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def _view_address(self, tensor: torch.Tensor) -> int:
+        """Of rows that need not lie side by side."""
         self._tensors.append(tensor)
         return tensor.data_ptr()
 

@@ -28,6 +28,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
@@ -54,14 +55,16 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
-from motet.adapters.adapter import RECURRENT_MODULES
+from motet.adapters.adapter import PER_LAYER_MODULES, RECURRENT_MODULES
 
 VOCAB_SIZE = 160
 NUM_LAYERS = 3
@@ -249,6 +252,39 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         sharded=True,
     ),
+    "gemma4": Variant(  # as the small ones: inputs of layers, shared KV
+        lambda: Gemma4TextConfig(
+            **SHAPE | {"num_hidden_layers": 5, "tie_word_embeddings": True},
+            head_dim=16,
+            global_head_dim=24,
+            sliding_window=12,
+            layer_types=[
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        )
+    ),
+    "gemma4_dense": Variant(  # as the large one: values of keys
+        lambda: Gemma4TextConfig(
+            **SHAPE,
+            head_dim=20,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=14,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=6.0,
+        ),
+        sharded=True,
+    ),
     "olmo2": Variant(lambda: Olmo2Config(**SHAPE, attention_bias=True, rope_parameters=WIDE_ROPE)),
     "olmo3": Variant(
         lambda: Olmo3Config(
@@ -285,6 +321,21 @@ VARIANTS: Mapping[str, Variant] = {
             linear_num_value_heads=4,
             linear_key_head_dim=16,
             linear_value_head_dim=16,
+        )
+    ),
+    "qwen3_next": Variant(
+        lambda: Qwen3NextConfig(
+            **SHAPE,
+            **EXPERTS,
+            shared_expert_intermediate_size=56,
+            mlp_only_layers=[1],
+            head_dim=24,
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=12,
+            linear_value_head_dim=20,
         )
     ),
 }
@@ -424,14 +475,19 @@ RECIPES: tuple[AdapterRecipe, ...] = (
     AdapterRecipe("rank8", {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION)}),
     AdapterRecipe(
         "rank16_rslora",
-        {"r": 16, "lora_alpha": 8, "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES], "use_rslora": True},
+        {
+            "r": 16,
+            "lora_alpha": 8,
+            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES, *PER_LAYER_MODULES],
+            "use_rslora": True,
+        },
     ),
     AdapterRecipe(
         "patterns",
         {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES],
+            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES, *PER_LAYER_MODULES],
             "rank_pattern": {"q_proj": 2, "layers.1.mlp.gate_proj": 7, r".*\.0\.mlp\.(up|down)_proj": 5},
             "alpha_pattern": {"k_proj": 3, "layers.2.self_attn.v_proj": 20},
         },
@@ -511,7 +567,7 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
-    targets = (*targets, *names.intersection(RECURRENT_MODULES))
+    targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     for seed, recipe in enumerate(RECIPES):
@@ -685,16 +741,22 @@ def exact_delta_rule(
 
 modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
 modeling_qwen3_5_moe.torch_chunk_gated_delta_rule = exact_delta_rule
+modeling_qwen3_next.torch_chunk_gated_delta_rule = exact_delta_rule
 
 
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     gemma = model.config.model_type.startswith("gemma")
-    adds_one = gemma or model.config.model_type.startswith("qwen3_5")
+    is_gemma4 = "gemma4" in model.config.model_type
+    adds_one = (gemma and not is_gemma4) or model.config.model_type.startswith(
+        ("qwen3_5", "qwen3_next")
+    )
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which some families add by themselves
             if "norm" in name and (not adds_one or "linear_attn" in name):
                 parameter.data += 1.0
+                if is_gemma4 and "q_norm" in name:  # scores are not scaled by the heads' size
+                    parameter.data *= 0.25
             elif "A_log" in name:  # states that last for a few tokens, and for many
                 parameter.data -= torch.linspace(0.0, 4.0, len(parameter))
             elif "sinks" in name:
@@ -707,6 +769,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:  # as far apart as the scores
             _draw(buffer, 0.3, generator)
+        elif "layer_scalar" in name:
+            buffer.fill_(0.8)
 
 
 def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:

@@ -70,7 +70,7 @@ def pool_of(
 ) -> PoolGeometry:
     """The pool of one worker with `num_pages` pages."""
     config, slab = sharding.config, sharding.slab(block_size, kv_dtype, dtype.itemsize)
-    kv = (sharding.num_kv_heads, config.head_dim)
+    kv = (sharding.num_kv_heads_of(0), config.head_dim)
     heads = tuple((sharding.num_kv_heads_of(layer), config.layer_sizes.head_dims[layer]) for layer in config.kv_layers)
     state = state_places(sharding, config.num_layers * slab * dtype.itemsize, dtype.itemsize)
     return PoolGeometry(

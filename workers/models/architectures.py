@@ -50,7 +50,14 @@ WRAPPERS = {
     ),
 }
 # The tensors, by the beginnings of their names, and their adapters' that belong to no text model.
-VISION_PREFIXES = ("vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.", "embed_vision.", "embed_audio.")
+VISION_PREFIXES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "visual.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+)
 
 # As AutoModel saves a model, without its head. A Gemma3Model sees images.
 _WITHOUT_HEAD = {

@@ -10,7 +10,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
-from ...adapters.adapter import EXPERT_MODULES, MODULES, PER_LAYER_MODULES, BaseShape, ExpertShape, name_of, packing_order
+from ...adapters.adapter import (
+    EXPERT_MODULES,
+    MODULES,
+    PER_LAYER_MODULES,
+    BaseShape,
+    ExpertShape,
+    name_of,
+    packing_order,
+)
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ..config import KVDtype
 from ..window_pages import FullLayers
@@ -20,7 +28,7 @@ from .expert_config import ExpertConfig
 from .family import Family, Wrapper
 from .layer_sizes import LayerSizes
 from .quantised_config import Quantisation, read_quantisation
-from .recurrent_config import RecurrentConfig
+from .recurrent_config import RecurrentConfig, read_recurrent
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
 from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
@@ -166,6 +174,7 @@ class ModelConfig:
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
+            output_groups={} if self.recurrent is None else self.recurrent.output_groups,
             is_wrapped=self.is_wrapped,
         )
 
@@ -298,7 +307,9 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
-    slides = sliding_layers(values, family.slides, recurrent=family.recurrent, last_is_full=family.last_is_full)
+    slides = sliding_layers(
+        values, family.slides, recurrent=family.recurrent is not None, last_is_full=family.last_is_full
+    )
     window = values.get("sliding_window")
     rotaries = layer_rotaries(
         {**raw, **values},
@@ -346,7 +357,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
-        recurrent=RecurrentConfig.from_values(values, family),
+        recurrent=read_recurrent(values, family),
         sizes=LayerSizes.from_values(values, slides) if family.sizes_differ else None,
         quantisation=quantisation,
     )

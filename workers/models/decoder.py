@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -12,12 +12,14 @@ import torch
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from ...kernels.quantised import QuantisedKernels
 from .architectures import VISION_PREFIXES
+from .layer_input import load_layer_inputs
 from .layer_loader import load_layer, load_norm, residual_eps
 from .layers import (
     Attention,
     DecoderLayer,
     ForwardContext,
     GatedMlp,
+    TokenEmbeddings,
 )
 from .passes import Pass, alone
 from .sharding import ModelSharding, Range
@@ -50,6 +52,8 @@ class Decoder:
         x, residual = (yield self._embed(token_ids, context)), None
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        if self.layers[0].end is not None:
+            context = replace(context, tokens=TokenEmbeddings(token_ids, x))
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, context)
         return context.kernels.add_rms_norm(x, residual, self.norm, self.norm_eps)[0]
@@ -118,7 +122,8 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     config = sharding.config
     hidden, vocab, part = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=part)
-    layers = tuple(load_layer(index, sharding, checkpoint, kernels) for index in range(config.num_layers))
+    inputs = load_layer_inputs(sharding, checkpoint)
+    layers = tuple(load_layer(index, sharding, checkpoint, kernels, inputs) for index in range(config.num_layers))
     if kernels.quantised is not None:
         _log_bits(layers, kernels.quantised, embedding.dtype)
     norm = load_norm("model.norm", hidden, sharding, checkpoint)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...kernels.experts import Routing
 from .rotary_config import SCALINGS
@@ -31,6 +31,8 @@ class ExpertNames:
     are_fused: bool = False
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
+
+RecurrentRule = Literal["delta", "grouped_delta"]  # see `recurrent_config.py`
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
@@ -76,7 +78,7 @@ class Family:
     experts: ExpertNames | None = None  # None: the family has no experts
     routing: Routing = field(default_factory=Routing)  # what config.json does not say of it
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
-    recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
+    recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention; None: none has
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
     reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
     sizes_differ: bool = False  # between layers: see `layer_sizes.py`

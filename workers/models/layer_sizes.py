@@ -19,12 +19,18 @@ class LayerSizes:
     kv_sources: tuple[int, ...]  # the layer whose KV it attends to: itself, or one before it
     keys_are_values: tuple[bool, ...]  # v is made of what `k_proj` gives
     input_size: int = 0  # of what each layer takes of its token beside the residual; 0: nothing
+    input_vocab_size: int = 0
 
     @staticmethod
     def alike(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int) -> LayerSizes:
         """All layers have these sizes and a KV of their own."""
-        sizes = ((size,) * num_layers for size in (head_dim, num_kv_heads, intermediate_size))
-        return LayerSizes(*sizes, tuple(range(num_layers)), (False,) * num_layers)
+        return LayerSizes(
+            (head_dim,) * num_layers,
+            (num_kv_heads,) * num_layers,
+            (intermediate_size,) * num_layers,
+            tuple(range(num_layers)),
+            (False,) * num_layers,
+        )
 
     @staticmethod
     def from_values(values: Mapping[str, Any], slides: Sequence[bool]) -> LayerSizes:
@@ -32,13 +38,18 @@ class LayerSizes:
 
         Raises ValueError for sizes that differ between layers of one kind, and for KV that is shared without a source.
         """
+        if values["hidden_size_per_layer_input"] and values["vocab_size_per_layer_input"] < values["vocab_size"]:
+            raise ValueError(
+                f"vocab_size_per_layer_input = {values['vocab_size_per_layer_input']}: at least vocab_size = "
+                f"{values['vocab_size']} is needed"
+            )
         heads = [_heads_of(values, layer, slide) for layer, slide in enumerate(slides)]
         for kind in (True, False):
             sizes = {size for size, slide in zip(heads, slides, strict=True) if slide == kind}
             if len(sizes) > 1:
                 raise ValueError(
-                    f"per_layer_config gives layers of one kind heads of different sizes, {sorted(sizes)}: one size for "
-                    "those that slide, and one for the others, is accepted"
+                    f"per_layer_config gives layers of one kind heads of different sizes, {sorted(sizes)}: one size "
+                    "for those that slide, and one for the others, is accepted"
                 )
         first_shared = len(slides) - values["num_kv_shared_layers"]
         sources = [_source(layer, slides, first_shared) for layer in range(len(slides))]
@@ -49,6 +60,7 @@ class LayerSizes:
         return LayerSizes(
             *(head_dims, num_kv_heads, tuple(widths), tuple(sources), tuple(are_values)),
             values["hidden_size_per_layer_input"],
+            values["vocab_size_per_layer_input"],
         )
 
     @property
