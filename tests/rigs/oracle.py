@@ -747,9 +747,7 @@ modeling_qwen3_next.torch_chunk_gated_delta_rule = exact_delta_rule
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     gemma = model.config.model_type.startswith("gemma")
     is_gemma4 = "gemma4" in model.config.model_type
-    adds_one = (gemma and not is_gemma4) or model.config.model_type.startswith(
-        ("qwen3_5", "qwen3_next")
-    )
+    adds_one = (gemma and not is_gemma4) or model.config.model_type.startswith(("qwen3_5", "qwen3_next"))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which some families add by themselves

@@ -374,7 +374,6 @@ def model_size(model: ModelConfig) -> ModelSize:
         all_products += 3 * layers * hidden * sizes.input_size
         norms += layers * hidden + sizes.input_size
     small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
-    small += layers * family.has_layer_scalars
     if recurrent is not None:
         num_recurrent = layers - num_attention
         all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())

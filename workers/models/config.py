@@ -327,6 +327,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = _rotated(values, rotaries)
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
+    sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
     return ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
@@ -354,13 +355,25 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
         logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
-        head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
+        head_order=_head_order(family, rotaries, sizes, head_dim),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
         recurrent=read_recurrent(values, family),
-        sizes=LayerSizes.from_values(values, slides) if family.sizes_differ else None,
+        sizes=sizes,
         quantisation=quantisation,
     )
+
+
+def _head_order(
+    family: Family, rotaries: Sequence[RotaryConfig], sizes: LayerSizes | None, head_dim: int
+) -> tuple[int, ...]:
+    """Of layers whose heads differ in size: as stored. Raises ValueError for heads that cannot be rotated so."""
+    if sizes is None:
+        return head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours)
+    for rotary, dim in zip(rotaries, sizes.head_dims, strict=True):
+        if rotary.num_rotated(dim) < dim:
+            raise ValueError("partial_rotary_factor is supported with rope_type 'proportional' alone")
+    return ()
 
 
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:

@@ -43,6 +43,11 @@ class LayerSizes:
                 f"vocab_size_per_layer_input = {values['vocab_size_per_layer_input']}: at least vocab_size = "
                 f"{values['vocab_size']} is needed"
             )
+        if values["num_kv_shared_layers"] and not values["hidden_size_per_layer_input"]:
+            raise ValueError(
+                f"num_kv_shared_layers = {values['num_kv_shared_layers']} is not supported with "
+                "hidden_size_per_layer_input = 0: transformers computes no such base"
+            )
         heads = [_heads_of(values, layer, slide) for layer, slide in enumerate(slides)]
         for kind in (True, False):
             sizes = {size for size, slide in zip(heads, slides, strict=True) if slide == kind}

@@ -78,9 +78,7 @@ class RotaryConfig:
 
         With `proportional` all are: those of the share, and the others by angles of 0.
         """
-        if self.kind == PROPORTIONAL:
-            return head_dim
-        number = int(head_dim * self.share)
+        number = head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
         if number % 2 or not number:
             raise ValueError(
                 f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: an even "
