@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -232,6 +233,15 @@ VARIANTS: Mapping[str, Variant] = {
             rope_parameters={**YARN_ROPE, "truncate": False},
         ),
         sharded=True,
+    ),
+    "exaone4": Variant(
+        lambda: Exaone4Config(
+            **SHAPE,
+            head_dim=20,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={**LLAMA3_ROPE},
+        )
     ),
     "olmo2": Variant(lambda: Olmo2Config(**SHAPE, attention_bias=True, rope_parameters=WIDE_ROPE)),
     "olmo3": Variant(

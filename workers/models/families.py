@@ -327,6 +327,24 @@ FAMILIES = {
         local_rope_theta=10_000.0,
         linear_is_in_context=True,
     ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        "exaone4",
+        COMMON
+        | {
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+        },
+        qk_norm=True,
+        attention_norm=None,
+        mlp_norm=None,
+        post_norms=_POST_NORMS,
+        slides=three_of_four,
+        only_windows_rotate=True,
+    ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(
         _OLMO2,
