@@ -23,8 +23,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x `[..., width]`, weight `[width]`. The quotient is computed in float32 and rounded to the weight's dtype before it
     is multiplied, so that a weight in float32 (Gemma's) loses nothing. `eps` is added to the mean square.
     """
-    wide = x.float()
-    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return scale_to_unit(x, x.float().square().mean(-1, keepdim=True), weight, eps)
+
+
+def scale_to_unit(x: torch.Tensor, mean_square: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """`rms_norm` of x, which may be some columns of what is normed: `mean_square` `[..., 1]` float32 is of all."""
+    normed = x.float() * (mean_square + eps).rsqrt()
     return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 

@@ -63,7 +63,9 @@ GEOMETRY = LoraGeometry(NUM_LAYERS, SLAB, LAYOUT.tile, tuple(SIDES[module] for m
 
 @dataclass(frozen=True)
 class Base:
-    """Two layers with all that families differ in: biases, norms of heads and of outputs, a window, a softcap."""
+    """Two layers with all that families differ in: biases, norms of heads and of outputs, a half without a norm before
+    it, a window, a softcap.
+    """
 
     program: Program
     pool: torch.Tensor
@@ -90,16 +92,20 @@ def make_base(kernels: Kernels, dtype: torch.dtype, activation: str, wide_norms:
         first = AddNorm(RESIDUAL, None, NORMED, norm(HIDDEN), 1e-5)
         operations.append(first if layer == 0 else replace(first, x=OUTPUT, residual=RESIDUAL))
         operations += linear(NORMED, QKV, layer, (0, 1, 2), has_bias=True)
-        operations.append(Norm(QKV, 0, HEADS.num_heads, norm(HEADS.head_dim), 1e-5))
-        operations.append(Norm(QKV, QUERY, HEADS.num_kv_heads, norm(HEADS.head_dim), 1e-5))
+        for column, number in ((0, HEADS.num_heads), (QUERY, HEADS.num_kv_heads)):
+            count = number if layer == 0 else 1  # norms of each head, or over all
+            operations.append(Norm(QKV, column, count, norm(number * HEADS.head_dim // count), 1e-5))
         operations.append(WriteKV(QKV, ROTATED, HEADS, rotary, kv))
         window, softcap = (None, 30.0) if layer == 0 else (20, None)
         sinks = None if layer == 0 else torch.linspace(-2.0, 2.0, HEADS.num_heads)
         operations.append(Attend(ROTATED, ATTENDED, HEADS, kv, 0.2, window, softcap, sinks))
         operations += linear(ATTENDED, OUTPUT, layer, (3,), has_bias=False)
         operations.append(Norm(OUTPUT, 0, 1, norm(HIDDEN), 1e-5))
-        operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5))
-        operations += linear(NORMED, GATE_UP, layer, (4, 5), has_bias=False)
+        if layer == 0:
+            operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5))
+        else:
+            operations.append(Add(OUTPUT, RESIDUAL))
+        operations += linear(NORMED if layer == 0 else RESIDUAL, GATE_UP, layer, (4, 5), has_bias=False)
         operations.append(Gated(GATE_UP, PRODUCT, activation))
         operations += linear(PRODUCT, OUTPUT, layer, (6,), has_bias=True)
     operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5))
@@ -124,6 +130,8 @@ def one_by_one(
             registers[op.to], total = kernels.add_rms_norm(registers[op.x], residual, op.weight, op.eps)
             if op.residual is not None:
                 registers[op.residual] = total
+        elif isinstance(op, Add):
+            registers[op.to] = registers[op.to] + registers[op.x]
         elif isinstance(op, Norm):
             part = heads_of(registers[op.x], op.column, op.count, len(op.weight))
             part.copy_(kernels.rms_norm(part, op.weight, op.eps))

@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -34,11 +35,14 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -234,6 +238,15 @@ VARIANTS: Mapping[str, Variant] = {
             topk_group=2,
         )
     ),
+    "minimax_m2": Variant(
+        lambda: MiniMaxM2Config(
+            **SHAPE | {"intermediate_size": 40},
+            head_dim=24,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        )
+    ),
     "gpt_oss": Variant(
         lambda: GptOssConfig(
             **SHAPE | {"intermediate_size": 48},
@@ -244,6 +257,28 @@ VARIANTS: Mapping[str, Variant] = {
             swiglu_alpha=1.3,
             swiglu_limit=0.6,
             rope_parameters={**YARN_ROPE, "truncate": False},
+        ),
+        sharded=True,
+    ),
+    "exaone4": Variant(
+        lambda: Exaone4Config(
+            **SHAPE,
+            head_dim=20,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={**LLAMA3_ROPE},
+        )
+    ),
+    "olmo2": Variant(lambda: Olmo2Config(**SHAPE, attention_bias=True, rope_parameters=WIDE_ROPE)),
+    "olmo3": Variant(
+        lambda: Olmo3Config(
+            **SHAPE | {"num_key_value_heads": 1, "tie_word_embeddings": True},
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={
+                "full_attention": {**YARN_ROPE},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0},
+            },
         ),
         sharded=True,
     ),

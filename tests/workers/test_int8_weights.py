@@ -178,6 +178,7 @@ def test_weights_take_their_bits_and_all_else_is_as_it_was(
         num_out, num_in = linear.weight.num_out, linear.weight.num_in
         padded = -(-num_out // 64) * 64
         assert num_out * num_in * bits // 8 <= linear.weight.panels.nbytes <= padded * num_in * bits // 8
+    assert layer.attention_norm is not None
     assert {tensor.dtype for tensor in (decoder.embedding, decoder.norm, layer.attention_norm)} == {torch.bfloat16}
     assert not isinstance(decoder.head, type(linears[0].weight))
 

@@ -87,7 +87,7 @@ def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("case", ["llama", "gemma3", "qwen2_moe"], indirect=True)
+@pytest.mark.parametrize("case", ["llama", "gemma3", "olmo3", "qwen2_moe"], indirect=True)
 def test_mixed_batch_in_nano_batches(case: Case, degree: int) -> None:
     """Chunks of prompts and decodes in two parts, the sums of one under way while the other is computed."""
     processes = _ask_a_mixed_batch(case, degree, max_tokens_per_step=64, run=run_worker_in_nano_batches)

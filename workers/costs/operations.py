@@ -245,10 +245,16 @@ class _Parts:
         yield Operation("LoRA", flops, read, between)
 
     def collectives(self) -> Iterator[Operation]:
-        """Two all-reduces a layer, over a ring: each element is sent twice by all workers but one, and added once."""
-        added = 2 * self.model.num_layers * (self.degree - 1) * self.batch.num_rows * self.model.hidden_size
-        num_bytes = 2 * added * self.formats.element_bytes
-        yield Operation("communication", added, 0, num_bytes, num_bytes)
+        """Two all-reduces a layer, over a ring: each element is sent twice by all workers but one, and added once.
+
+        Norms over all heads need one more of two numbers in float32.
+        """
+        model, times = self.model, (self.degree - 1) * self.batch.num_rows
+        added, squares = 2 * model.num_layers * times * model.hidden_size, 0
+        if model.family.qk_norm_spans_heads:
+            squares = 2 * len(model.kv_layers) * times
+        num_bytes = 2 * (added * self.formats.element_bytes + squares * 4)
+        yield Operation("communication", added + squares, 0, num_bytes, num_bytes)
 
 
 def _attention_windows(model: ModelConfig) -> list[int | None]:
@@ -309,8 +315,10 @@ def model_size(model: ModelConfig) -> ModelSize:
     num_dense = layers - num_sparse
     embedding = model.vocab_size * hidden
     num_attention = len(model.kv_layers)
-    norms = layers * hidden * (4 if model.family.post_norms else 2) + hidden
-    norms += num_attention * 2 * dim * model.qk_norm
+    family = model.family
+    num_norms = sum(name is not None for name in (family.attention_norm, family.mlp_norm, *(family.post_norms or ())))
+    norms = (layers * num_norms + 1) * hidden
+    norms += num_attention * (query + kv if family.qk_norm_spans_heads else 2 * dim) * model.qk_norm
     all_products, recurrent = num_attention * products, model.recurrent
     small = num_attention * model.num_heads * model.family.has_sinks  # weights of what is no linear
     if recurrent is not None:

@@ -14,6 +14,7 @@ from .sliding import (
     five_of_six,
     from_layer,
     if_enabled,
+    three_of_four,
     throughout,
     without_rotary,
 )
@@ -52,13 +53,24 @@ _GEMMA: dict[str, Any] = {
     "sliding_window": 4096,
     "layer_types": None,
 }
-_GEMMA_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
+_POST_NORMS = ("post_attention_layernorm", "post_feedforward_layernorm")
 _KV_HEADS = frozenset({"num_key_value_heads"})
 _QKV: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
 _GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
 
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
+_OLMO2 = Family(
+    "olmo2",
+    "olmo2",
+    COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False},
+    wide_norms=True,
+    qk_norm=True,
+    qk_norm_spans_heads=True,
+    attention_norm=None,
+    mlp_norm=None,
+    post_norms=_POST_NORMS,
+)
 _QWEN3_5 = Family(
     "qwen3_5",
     "qwen3_5_text",
@@ -277,6 +289,26 @@ FAMILIES = {
         experts=_DEEPSEEK_EXPERTS,
         routing=_DEEPSEEK_ROUTING,
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2",
+        "minimax_m2",
+        COMMON
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rotary_dim": None,
+        },
+        computes={"use_qk_norm": True, "scoring_func": "sigmoid"},
+        qk_norm=True,
+        qk_norm_spans_heads=True,
+        rope_theta=5_000_000.0,
+        rotated_share=1.0,
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", bias="e_score_correction_bias", shared_gate=""),
+        routing=Routing(scoring="sigmoid", has_bias=True),
+        always_normalized=True,
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         "gpt_oss",
@@ -328,7 +360,7 @@ FAMILIES = {
         _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
         norm_offset=1.0,
         mlp_norm="pre_feedforward_layernorm",
-        post_norms=_GEMMA_POST_NORMS,
+        post_norms=_POST_NORMS,
         scaled_embedding=True,
         slides=every_other,
     ),
@@ -339,11 +371,40 @@ FAMILIES = {
         qk_norm=True,
         norm_offset=1.0,
         mlp_norm="pre_feedforward_layernorm",
-        post_norms=_GEMMA_POST_NORMS,
+        post_norms=_POST_NORMS,
         scaled_embedding=True,
         slides=five_of_six,
         rope_theta=1_000_000.0,
         local_rope_theta=10_000.0,
+        linear_is_in_context=True,
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        "exaone4",
+        COMMON
+        | {
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+        },
+        qk_norm=True,
+        attention_norm=None,
+        mlp_norm=None,
+        post_norms=_POST_NORMS,
+        slides=three_of_four,
+        only_windows_rotate=True,
+    ),
+    "Olmo2ForCausalLM": _OLMO2,
+    "Olmo3ForCausalLM": replace(
+        _OLMO2,
+        name="olmo3",
+        model_type="olmo3",
+        defaults={**_OLMO2.defaults, "sliding_window": 4096, "layer_types": None},
+        slides=three_of_four,
+        rope_theta=500_000.0,
+        local_rope_theta=500_000.0,  # a `rope_theta` or scaling beside no `rope_parameters` is of full attention alone
         linear_is_in_context=True,
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,

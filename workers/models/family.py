@@ -54,15 +54,18 @@ class Family:
     computes: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
+    qk_norm_spans_heads: bool = False  # it is over all heads of q, and all of k, at once
     norm_offset: float = 0.0  # added to the stored weights of all norms
     wide_norms: bool = False  # norms are multiplied by their weights in float32
     has_sinks: bool = False  # `self_attn.sinks`, a score of each head that has no value
-    mlp_norm: str = "post_attention_layernorm"  # name of the norm before the MLP
+    attention_norm: str | None = "input_layernorm"  # name of the norm before attention; None: none
+    mlp_norm: str | None = "post_attention_layernorm"  # of that before the MLP
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
     scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
     slides: Slides = never  # which layers see only a window of the newest tokens
+    only_windows_rotate: bool = False  # layers without a window do not, if the base has windows
     rope_theta: float = 10_000.0  # default
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
     rope_kinds: tuple[str, ...] = SCALINGS

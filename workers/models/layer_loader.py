@@ -37,16 +37,16 @@ def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, ke
     loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
     assert config.residual_multiplier == 1.0 or config.family.post_norms is None
     has_experts = config.experts is not None and config.experts.layers[index]
-    post_norms = config.family.post_norms
+    post_norms = config.family.post_norms or (None, None)
     loader.split_fused()
     return DecoderLayer(
         index,
         loader.recurrent() if index in config.recurrent_layers else loader.attention(),
         loader.experts() if has_experts else loader.mlp(),
-        attention_norm=loader.norm("input_layernorm"),
+        attention_norm=loader.norm(config.family.attention_norm),
         mlp_norm=loader.norm(config.family.mlp_norm),
-        attention_post_norm=None if post_norms is None else loader.norm(post_norms[0]),
-        mlp_post_norm=None if post_norms is None else loader.norm(post_norms[1]),
+        attention_post_norm=loader.norm(post_norms[0]),
+        mlp_post_norm=loader.norm(post_norms[1]),
         norm_eps=residual_eps(config),
     )
 
@@ -56,12 +56,14 @@ def residual_eps(config: ModelConfig) -> float:
     return config.norm_eps / config.residual_multiplier**2
 
 
-def load_norm(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor:
-    """A norm's weights. Families that store them less `norm_offset` compute them in float32, so these are float32.
+def load_norm(
+    name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource, part: Range | None = None
+) -> torch.Tensor:
+    """A norm's weights, or a part of them.
 
-    So are those of families that say it by `wide_norms`.
+    Families that store them less `norm_offset`, or say so by `wide_norms`, compute them in float32: these are float32.
     """
-    weight, offset = checkpoint.take(f"{name}.weight", (width,)), sharding.config.family.norm_offset
+    weight, offset = checkpoint.take(f"{name}.weight", (width,), rows=part), sharding.config.family.norm_offset
     return weight.float() + offset if offset or sharding.config.family.wide_norms else weight
 
 
@@ -76,7 +78,10 @@ class _LayerLoader:
         self._float8, self._quantised = kernels.float8, kernels.quantised
         self._pack_layer = kernels.pack_linear if kernels.float8 is None else kernels.float8.pack
 
-    def norm(self, name: str) -> torch.Tensor:
+    def norm(self, name: str | None) -> torch.Tensor | None:
+        """None: the layer has no such norm."""
+        if name is None:
+            return None
         return load_norm(f"{self.prefix}{name}", self._config.hidden_size, self._sharding, self._checkpoint)
 
     def split_fused(self) -> None:
@@ -292,11 +297,20 @@ class _LayerLoader:
         config = self._config
         if not config.qk_norm:
             return None
+        dim, spans = config.head_dim, config.family.qk_norm_spans_heads
+        heads = (("q", config.num_heads, self._sharding.heads), ("k", config.num_kv_heads, self._sharding.kv_heads))
         q, k = (
-            load_norm(f"{self.prefix}self_attn.{name}_norm", config.head_dim, self._sharding, self._checkpoint)
-            for name in "qk"
+            load_norm(
+                f"{self.prefix}self_attn.{name}_norm",
+                number * dim if spans else dim,
+                self._sharding,
+                self._checkpoint,
+                (start * dim, stop * dim) if spans else None,
+            )
+            for name, number, (start, stop) in heads
         )
-        return HeadNorm(self._in_order(q, "k_proj"), self._in_order(k, "k_proj"), config.norm_eps)
+        orders = self._in_order(q, "k_proj"), self._in_order(k, "k_proj")
+        return HeadNorm(*orders, config.norm_eps, spans)
 
     def _in_order(self, rows: torch.Tensor, name: str) -> torch.Tensor:
         """Rows of heads in the order in which they are rotated, those of q after their gates."""

@@ -14,7 +14,7 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.gated_delta import GatedDelta, LayerState, StateBatch
 from ...kernels.lora import LoraBatch
-from ...kernels.norms import Activation
+from ...kernels.norms import Activation, scale_to_unit
 from ..parallel import Parallel
 from .passes import Pass
 
@@ -68,11 +68,28 @@ class LoraLinear:
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm over each head of q and of k (Qwen3, Gemma 3)."""
+    """RMS norm over each head of q and of k (Qwen3, Gemma 3), or over all heads of each at once (OLMo 2)."""
 
-    q: torch.Tensor  # [head_dim]
+    q: torch.Tensor  # [head_dim], or [this worker's columns of q]
     k: torch.Tensor
     eps: float
+    spans_heads: bool = False
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of q and k `[num_rows, heads, head_dim]`."""
+        norm, parallel = context.kernels.rms_norm, context.parallel
+        if not self.spans_heads:
+            return norm(q, self.q, self.eps), norm(k, self.k, self.eps)
+        all_q, all_k = q.flatten(1), k.flatten(1)
+        if parallel.degree == 1:
+            return norm(all_q, self.q, self.eps).view(q.shape), norm(all_k, self.k, self.eps).view(k.shape)
+        # Workers have equally many heads, and each KV head is on equally many: the mean of their means is that of all.
+        means = torch.stack([part.float().square().mean(-1, keepdim=True) for part in (all_q, all_k)])
+        of_q, of_k = parallel.all_reduce(means / parallel.degree)
+        return (
+            scale_to_unit(all_q, of_q, self.q, self.eps).view(q.shape),
+            scale_to_unit(all_k, of_k, self.k, self.eps).view(k.shape),
+        )
 
 
 @dataclass(frozen=True)
@@ -101,8 +118,7 @@ class Attention:
         heads = columns.view(x.shape[0], -1, self.head_dim)
         q, k, v = heads.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         if self.head_norm is not None:
-            q = kernels.rms_norm(q, self.head_norm.q, self.head_norm.eps)
-            k = kernels.rms_norm(k, self.head_norm.k, self.head_norm.eps)
+            q, k = self.head_norm(q, k, context)
         kv = context.kv[self.kv_index]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
         attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
@@ -152,8 +168,8 @@ class DecoderLayer:
     index: int
     attention: Attention | RecurrentMixer
     mlp: Mlp
-    attention_norm: torch.Tensor  # [hidden]
-    mlp_norm: torch.Tensor
+    attention_norm: torch.Tensor | None  # [hidden]; None: attention reads the residual
+    mlp_norm: torch.Tensor | None
     attention_post_norm: torch.Tensor | None  # norms the output of attention (Gemma); None: it is not normed
     mlp_post_norm: torch.Tensor | None  # norms the output of the MLP (Gemma)
     norm_eps: float
@@ -163,15 +179,24 @@ class DecoderLayer:
     ) -> Pass[tuple[torch.Tensor, torch.Tensor]]:
         """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`."""
         kernels = context.kernels
-        x, residual = kernels.add_rms_norm(x, residual, self.attention_norm, self.norm_eps)
+        x, residual = self._enter(x, residual, self.attention_norm, kernels)
         x = yield self.attention(x, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
-        x, residual = kernels.add_rms_norm(x, residual, self.mlp_norm, self.norm_eps)
+        x, residual = self._enter(x, residual, self.mlp_norm, kernels)
         x = yield self.mlp(x, self.index, context)
         if self.mlp_post_norm is not None:
             x = kernels.rms_norm(x, self.mlp_post_norm, self.norm_eps)
         return x, residual
+
+    def _enter(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None, kernels: Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The input of a half of the layer, and the residual with x added."""
+        if norm is not None:
+            return kernels.add_rms_norm(x, residual, norm, self.norm_eps)
+        total = x if residual is None else x + residual
+        return total, total
 
 
 # One worker's part of a layer's mixture of experts.

@@ -84,6 +84,11 @@ def every_other(values: Mapping[str, Any], layer: int) -> bool:
     return layer % 2 == 0
 
 
+def three_of_four(values: Mapping[str, Any], layer: int) -> bool:
+    """OLMo 3: all layers but every fourth, or every `sliding_window_pattern`-th if the family has that (EXAONE 4)."""
+    return (layer + 1) % int(values.get("sliding_window_pattern", 4)) != 0
+
+
 def five_of_six(values: Mapping[str, Any], layer: int) -> bool:
     """Gemma 3: all layers but every sixth, or every `sliding_window_pattern`-th if config.json has that."""
     return (layer + 1) % int(values["sliding_window_pattern"]) != 0

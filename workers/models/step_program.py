@@ -102,11 +102,11 @@ def program_of(
     """`kv` and `states`: of the layers that have them. `rotary`: of all."""
     operations: list[Operation] = [Embed(RESIDUAL, decoder.embedding, decoder.embedding_scale)]
     for layer in decoder.layers:
-        mixer = layer.attention
+        mixer, x = layer.attention, _input(layer.attention_norm)
         if isinstance(mixer, Attention):
-            mixing = _attention(mixer, layer.index, rotary[layer.index], kv[mixer.kv_index])
+            mixing = _attention(mixer, x, layer.index, rotary[layer.index], kv[mixer.kv_index])
         else:
-            mixing = _recurrence(mixer, layer.index, states[mixer.state_index])
+            mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index])
         operations += _layer(layer, mixing)
     operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, decoder.norm, decoder.norm_eps))
     return Program(_widths(decoder), tuple(operations), NORMED)
@@ -135,15 +135,20 @@ def _widths(decoder: Decoder) -> tuple[int, ...]:
     return tuple(widths.get(register, 0) for register in range(max(widths) + 1))
 
 
-def _attention(attention: Attention, layer: int, rotary: torch.Tensor, kv: LayerKV) -> Iterator[Operation]:
+def _input(norm: torch.Tensor | None) -> int:
+    """The register that a half of a layer reads."""
+    return RESIDUAL if norm is None else NORMED
+
+
+def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, kv: LayerKV) -> Iterator[Operation]:
     heads = heads_of(attention)
     query = heads.num_heads * heads.head_dim
     column = query if attention.is_gated else 0
-    yield from _linear(attention.qkv, NORMED, QKV, layer)
+    yield from _linear(attention.qkv, x, QKV, layer)
     if attention.head_norm is not None:
-        norm = attention.head_norm
-        yield Norm(QKV, column, heads.num_heads, norm.q, norm.eps)
-        yield Norm(QKV, column + query, heads.num_kv_heads, norm.k, norm.eps)
+        norm, kv_width = attention.head_norm, heads.num_kv_heads * heads.head_dim
+        yield Norm(QKV, column, query // len(norm.q), norm.q, norm.eps)
+        yield Norm(QKV, column + query, kv_width // len(norm.k), norm.k, norm.eps)
     yield WriteKV(QKV, ROTATED, heads, rotary, kv, column)
     scores = (attention.scale, attention.window, attention.softcap, attention.sinks)
     yield Attend(ROTATED, ATTENDED, heads, kv, *scores)
@@ -152,8 +157,8 @@ def _attention(attention: Attention, layer: int, rotary: torch.Tensor, kv: Layer
     yield from _linear(attention.output, ATTENDED, OUTPUT, layer)
 
 
-def _recurrence(mixer: RecurrentMixer, layer: int, state: LayerState) -> Iterator[Operation]:
-    yield from _linear(mixer.inputs, NORMED, RECURRENT, layer)
+def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) -> Iterator[Operation]:
+    yield from _linear(mixer.inputs, x, RECURRENT, layer)
     yield GatedDeltaRule(RECURRENT, MIXED, mixer.rule, state)
     yield from _linear(mixer.output, MIXED, OUTPUT, layer)
 
@@ -161,31 +166,36 @@ def _recurrence(mixer: RecurrentMixer, layer: int, state: LayerState) -> Iterato
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation]) -> Iterator[Operation]:
     """`mixing`: attention, or what a layer has in its place."""
     eps = layer.norm_eps
-    if layer.index == 0:  # nothing is to be added to the residual yet
-        yield AddNorm(RESIDUAL, None, NORMED, layer.attention_norm, eps)
-    else:
-        yield AddNorm(OUTPUT, RESIDUAL, NORMED, layer.attention_norm, eps)
+    yield from _enter(layer.attention_norm, eps, is_first=layer.index == 0)
     yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
-    yield AddNorm(OUTPUT, RESIDUAL, NORMED, layer.mlp_norm, eps)
-    yield from _mlp(layer)
+    yield from _enter(layer.mlp_norm, eps)
+    yield from _mlp(layer, _input(layer.mlp_norm))
     if layer.mlp_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
 
 
-def _mlp(layer: DecoderLayer) -> Iterator[Operation]:
+def _enter(norm: torch.Tensor | None, eps: float, *, is_first: bool = False) -> Iterator[Operation]:
+    """Adds the output of the half before, which the first one does not have, to the residual, and norms the sum."""
+    if norm is not None:
+        yield AddNorm(RESIDUAL if is_first else OUTPUT, None if is_first else RESIDUAL, NORMED, norm, eps)
+    elif not is_first:
+        yield Add(OUTPUT, RESIDUAL)
+
+
+def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
     mlp = layer.mlp
     if isinstance(mlp, GatedMlp):
-        yield from _linear(mlp.gate_up, NORMED, GATE_UP, layer.index)
+        yield from _linear(mlp.gate_up, x, GATE_UP, layer.index)
         yield Gated(GATE_UP, INNER, mlp.activation)
         yield from _linear(mlp.down, INNER, OUTPUT, layer.index)
         return
     assert isinstance(mlp, ExpertMlp)
     hidden, inner = mlp.down.num_out, mlp.down.num_in
-    yield Linear(NORMED, SCORES, mlp.router, mlp.router_bias)
+    yield Linear(x, SCORES, mlp.router, mlp.router_bias)
     yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias)
-    yield TakePairs(NORMED, PAIRS)
+    yield TakePairs(x, PAIRS)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
     yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
     yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
@@ -193,13 +203,13 @@ def _mlp(layer: DecoderLayer) -> Iterator[Operation]:
     yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
     yield CombinePairs(PAIRS_OUTPUT, OUTPUT)
     if (shared := mlp.shared) is not None:
-        yield Linear(NORMED, SHARED_GATE_UP, shared.gate_up, None)
+        yield Linear(x, SHARED_GATE_UP, shared.gate_up, None)
         yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
         yield Linear(SHARED_INNER, SHARED_OUTPUT, shared.down, None)
         if shared.gate is None:
             yield Add(SHARED_OUTPUT, OUTPUT)
         else:
-            yield Linear(NORMED, SHARED_GATE, shared.gate, None)
+            yield Linear(x, SHARED_GATE, shared.gate, None)
             yield AddGated(SHARED_OUTPUT, SHARED_GATE, OUTPUT)
 
 
