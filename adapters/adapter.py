@@ -115,8 +115,8 @@ class BaseShape:
     @property
     def dense_modules(self) -> tuple[str, ...]:
         """The entries, in the order of kernels' tables, that all rows go through in the layers that have them."""
-        others = (entry for entry in self.modules if entry not in MODULES and entry not in EXPERT_MODULES)
-        return (*MODULES, *others)
+        extra = (entry for entry in self.modules if entry not in MODULES and entry not in EXPERT_MODULES)
+        return (*MODULES, *extra)
 
     @cached_property
     def kinds(self) -> tuple[frozenset[str], ...]:
@@ -158,8 +158,8 @@ class BaseShape:
     def _entries(self) -> Mapping[str, tuple[str, ...]]:
         """By the name that adapters know them by."""
         names = dict.fromkeys(map(name_of, self.modules))
-        own = [entry for entry in self.modules if entry not in self.copies]
-        return {name: tuple(entry for entry in own if name_of(entry) == name) for name in names}
+        sources = [entry for entry in self.modules if entry not in self.copies]
+        return {name: tuple(entry for entry in sources if name_of(entry) == name) for name in names}
 
     def source(self, entry: str) -> str:
         """The module, as adapters know it, whose LoRA an entry of `modules` has."""

@@ -25,6 +25,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -35,6 +36,7 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
@@ -239,6 +241,15 @@ VARIANTS: Mapping[str, Variant] = {
             topk_group=2,
         )
     ),
+    "minimax_m2": Variant(
+        lambda: MiniMaxM2Config(
+            **SHAPE | {"intermediate_size": 40},
+            head_dim=24,
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        )
+    ),
     "gpt_oss": Variant(
         lambda: GptOssConfig(
             **SHAPE | {"intermediate_size": 48},
@@ -284,6 +295,15 @@ VARIANTS: Mapping[str, Variant] = {
             final_logit_softcapping=6.0,
         ),
         sharded=True,
+    ),
+    "exaone4": Variant(
+        lambda: Exaone4Config(
+            **SHAPE,
+            head_dim=20,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters={**LLAMA3_ROPE},
+        )
     ),
     "olmo2": Variant(lambda: Olmo2Config(**SHAPE, attention_bias=True, rope_parameters=WIDE_ROPE)),
     "olmo3": Variant(

@@ -21,6 +21,7 @@ from motet.workers.models.config import ModelConfig, sampling_defaults
 from motet.workers.models.decoder import load_decoder
 from motet.workers.models.layers import Attention, ExpertMlp
 from motet.workers.models.rotary import rotary_table
+from motet.workers.models.rotary_config import NO_ROTARY
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
 
@@ -376,6 +377,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"rope_type": "yarn", "truncate": False},
         },
     },
+    "GLM-4.5": {
+        **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "head_dim": 2},
+        **{"use_qk_norm": True, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1, "rope_scaling": None},
+        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 160, "n_shared_experts": 1, "first_k_dense_replace": 1},
+        **{"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "attention_dropout": 0.0},
+        "moe_intermediate_size": 8,
+    },
+    "MiniMax-M2": {
+        **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attn_type_list": [1, 1]},
+        **{"head_dim": 8, "rotary_dim": 4, "num_local_experts": 256, "num_experts_per_tok": 8, "use_mtp": True},
+        **{"num_mtp_modules": 3, "mtp_transformer_layers": 1, "qk_norm_type": "per_layer", "use_qk_norm": True},
+        **{"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0},
+    },
+    "EXAONE 4.0 32B": {
+        **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128, "hidden_act": "silu"},
+        **{"sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False},
+        **{"layer_types": ["sliding_attention", "full_attention"], "rope_theta": 1000000},
+        "rope_scaling": {
+            **{"factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "EXAONE 4.0 1.2B": {
+        **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "tie_word_embeddings": True},
+        **{"sliding_window": None, "sliding_window_pattern": None, "layer_types": ["full_attention"] * 2},
+    },
     "OLMo 3": {
         **{"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "attention_bias": False, "rope_theta": 500000},
         **{"sliding_window": 4096, "layer_types": ["sliding_attention", "full_attention"], "hidden_act": "silu"},
@@ -383,13 +410,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             **{"attention_factor": 1.2079441541679836, "beta_fast": 32, "beta_slow": 1, "factor": 8.0},
             **{"original_max_position_embeddings": 8192, "rope_type": "yarn"},
         },
-    },
-    "GLM-4.5": {
-        **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "head_dim": 2},
-        **{"use_qk_norm": True, "partial_rotary_factor": 1.0, "num_nextn_predict_layers": 1, "rope_scaling": None},
-        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 160, "n_shared_experts": 1, "first_k_dense_replace": 1},
-        **{"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "attention_dropout": 0.0},
-        "moe_intermediate_size": 8,
     },
     "Ministral 3": {
         **{"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "head_dim": 128},
@@ -408,6 +428,13 @@ def test_the_keys_of_published_bases_are_accepted(tmp_path: Path, name: str) -> 
     ModelConfig.from_folder(folder(tmp_path, **PUBLISHED[name]))
 
 
+def test_a_number_of_rotated_dimensions_is_a_share_of_the_head(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(folder(tmp_path, **PUBLISHED["MiniMax-M2"]))
+    assert config.rotaries[0].num_rotated(8) == 4
+    other = ModelConfig.from_folder(folder(tmp_path, **PUBLISHED["MiniMax-M2"], partial_rotary_factor=0.25))
+    assert other.rotaries[0].num_rotated(8) == 2
+
+
 def test_layers_that_guess_tokens_are_left_out_and_the_choice_stays_in_float32(tmp_path: Path) -> None:
     path = write_model("glm4_moe", tmp_path / "base")
     stored = load_file(path / "model.safetensors")
@@ -423,6 +450,31 @@ def test_layers_that_guess_tokens_are_left_out_and_the_choice_stays_in_float32(t
     assert mlp.choice_bias is not None and mlp.router.dtype == torch.bfloat16
     expected = stored["model.layers.2.mlp.gate.e_score_correction_bias"]
     torch.testing.assert_close(mlp.choice_bias, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("window", "kinds", "rotated"),
+    [
+        (8, ["sliding_attention", "full_attention"], [True, False]),
+        (1 << 20, ["full_attention", "sliding_attention"], [False, True]),  # it hides nothing
+        (8, ["full_attention", "full_attention"], [False, False]),
+        (None, ["full_attention", "full_attention"], [True, True]),
+    ],
+)
+def test_of_exaone_4_only_windows_rotate_if_there_are_any(
+    tmp_path: Path, window: int | None, kinds: list[str], rotated: list[bool]
+) -> None:
+    changes = {"architectures": ["Exaone4ForCausalLM"], "sliding_window": window, "layer_types": kinds}
+    config = ModelConfig.from_folder(folder(tmp_path, **changes))
+    assert [rotary.kind != NO_ROTARY for rotary in config.rotaries] == rotated
+
+
+def test_a_pattern_of_windows_is_a_number_where_no_list_says_which_layers_have_them(tmp_path: Path) -> None:
+    changes = {"architectures": ["Exaone4ForCausalLM"], "sliding_window": 8}
+    config = ModelConfig.from_folder(folder(tmp_path, **changes, sliding_window_pattern=2))
+    assert config.sliding_windows == (8, None)
+    with pytest.raises(ValueError, match="sliding_window_pattern = 'LLLG': a whole number"):
+        ModelConfig.from_folder(folder(tmp_path, **changes, sliding_window_pattern="LLLG"))
 
 
 def test_an_absent_key_means_what_the_family_says(tmp_path: Path) -> None:

@@ -311,8 +311,11 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         values, family.slides, recurrent=family.recurrent is not None, last_is_full=family.last_is_full
     )
     window = values.get("sliding_window")
+    rotary_values = {**raw, **values}
+    if values.get("rotary_dim") is not None:
+        rotary_values.setdefault("partial_rotary_factor", values["rotary_dim"] / head_dim)
     rotaries = layer_rotaries(
-        {**raw, **values},
+        rotary_values,
         slides,
         family.rope_theta,
         family.local_rope_theta,
@@ -324,7 +327,9 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
-        rotaries = _rotated(values, rotaries)
+        rotaries = _rotated(rotaries, _rotating_layers(values))
+    elif family.only_windows_rotate and window is not None:
+        rotaries = _rotated(rotaries, slides)
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
@@ -451,14 +456,19 @@ def _with_amplitude(rotary: RotaryConfig, max_positions: int, head_dim: int) -> 
     return replace(rotary, options={"attention_factor": amplitude, **options})
 
 
-def _rotated(values: Mapping[str, Any], rotaries: Sequence[RotaryConfig]) -> tuple[RotaryConfig, ...]:
-    """The embedding of each layer, where some have none. Raises ValueError for a list that does not fit the layers."""
-    layers = values["no_rope_layers"]
-    if layers and len(layers) != len(rotaries):
-        raise ValueError(f"no_rope_layers has {len(layers)} entries: num_hidden_layers = {len(rotaries)} needs as many")
+def _rotating_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Raises ValueError for `no_rope_layers` that do not fit the layers."""
+    layers, num_layers = values["no_rope_layers"], values["num_hidden_layers"]
+    if layers and len(layers) != num_layers:
+        raise ValueError(f"no_rope_layers has {len(layers)} entries: num_hidden_layers = {num_layers} needs as many")
+    return tuple(has_rotary(values, layer) for layer in range(num_layers))
+
+
+def _rotated(rotaries: Sequence[RotaryConfig], rotates: Sequence[bool]) -> tuple[RotaryConfig, ...]:
+    """The embedding of each layer, where some do not rotate."""
     return tuple(
-        rotary if has_rotary(values, layer) else replace(rotary, kind=NO_ROTARY, options={})
-        for layer, rotary in enumerate(rotaries)
+        rotary if does else replace(rotary, kind=NO_ROTARY, options={})
+        for rotary, does in zip(rotaries, rotates, strict=True)
     )
 
 

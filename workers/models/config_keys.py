@@ -137,7 +137,13 @@ def read_keys(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
 
 def _renamed(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """transformers 5 writes the number of experts by another name than it had before, and reads both."""
+    """transformers 5 writes the number of experts by another name than it had before, and reads both.
+
+    A pattern of layers that slide does not count beside `layer_types`: that of EXAONE 4 may be a text then, or null.
+    """
+    pattern = "sliding_window_pattern"
+    if pattern in family.defaults and raw.get("layer_types") and isinstance(raw.get(pattern), str | None):
+        raw = {key: value for key, value in raw.items() if key != pattern}
     old, new = "num_experts", "num_local_experts"
     if old not in raw or new not in family.defaults:
         return raw
@@ -258,6 +264,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "first_k_dense_replace": _COUNT,
     "routed_scaling_factor": _NUMBER,
     "use_qk_norm": _FLAG,
+    "rotary_dim": _SIZE,
     "num_nextn_predict_layers": _COUNT,
     "decoder_sparse_step": _SIZE,
     "full_attention_interval": _SIZE,

@@ -310,6 +310,26 @@ FAMILIES = {
         gated_attention=True,
         experts=replace(_QWEN_EXPERTS, are_parameters=True),
     ),
+    "MiniMaxM2ForCausalLM": Family(
+        "minimax_m2",
+        "minimax_m2",
+        COMMON
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "rotary_dim": None,
+        },
+        computes={"use_qk_norm": True, "scoring_func": "sigmoid"},
+        qk_norm=True,
+        qk_norm_spans_heads=True,
+        rope_theta=5_000_000.0,
+        rotated_share=1.0,
+        experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2", bias="e_score_correction_bias", shared_gate=""),
+        routing=Routing(scoring="sigmoid", has_bias=True),
+        always_normalized=True,
+    ),
     "GptOssForCausalLM": Family(
         "gpt_oss",
         "gpt_oss",
@@ -420,6 +440,24 @@ FAMILIES = {
         has_value_norm=True,
         attention_scale=1.0,
         has_layer_scalars=True,
+    ),
+    "Exaone4ForCausalLM": Family(
+        "exaone4",
+        "exaone4",
+        COMMON
+        | {
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "layer_types": None,
+        },
+        qk_norm=True,
+        attention_norm=None,
+        mlp_norm=None,
+        post_norms=_POST_NORMS,
+        slides=three_of_four,
+        only_windows_rotate=True,
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(

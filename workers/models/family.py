@@ -67,6 +67,7 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
     scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
     slides: Slides = never  # which layers see only a window of the newest tokens
+    only_windows_rotate: bool = False  # layers without a window do not, if the base has windows
     rope_theta: float = 10_000.0  # default
     local_rope_theta: float | None = None  # default for the own rotary embedding of layers that slide; None: no own one
     rope_kinds: tuple[str, ...] = SCALINGS
