@@ -12,8 +12,8 @@ from .errors import OtherBase, quote
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The linear projections of a layer with a recurrent state (Gated DeltaNet), in this order after those of attention.
-RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+# The linear projections of layers with a recurrent state, in this order after those of attention. A base has some.
+RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
 # The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 # Where a layer has them, in packing order.
@@ -52,6 +52,25 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class OutputGroups:
+    """A module's outputs come group after group, each with parts of these widths. Workers have them part after part."""
+
+    widths: tuple[int, ...]
+
+    def order(self, start: int, stop: int) -> list[int]:
+        """The outputs of the groups from `start` to `stop`, part after part.
+
+        >>> OutputGroups((1, 2)).order(3, 9)
+        [3, 6, 4, 5, 7, 8]
+        """
+        firsts, at, outputs = range(start, stop, sum(self.widths)), 0, list[int]()
+        for width in self.widths:
+            outputs += [first + at + place for first in firsts for place in range(width)]
+            at += width
+        return outputs
+
+
+@dataclass(frozen=True)
 class BaseShape:
     """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded.
 
@@ -68,6 +87,7 @@ class BaseShape:
     layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of entries that not all layers have
     copies: Mapping[str, str] = field(default_factory=dict)  # entries that have the LoRA of another module of the layer
     paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not those of PATHS
+    output_groups: Mapping[str, OutputGroups] = field(default_factory=dict)  # by module; else as they stand
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:
@@ -99,6 +119,11 @@ class BaseShape:
             for layer in self.layers_of(entry):
                 by_layer[layer].add(entry)
         return tuple(dict.fromkeys(map(frozenset, by_layer)))
+
+    @property
+    def recurrent_modules(self) -> tuple[str, ...]:
+        """The modules of layers with a recurrent state; the last one gives what such a layer computes."""
+        return tuple(module for module in RECURRENT_MODULES if module in self.modules)
 
     def members(self, module: str) -> tuple[str, ...]:
         """The modules of a layer that belong to an entry of `modules`."""

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from motet.adapters.adapter import RECURRENT_MODULES
 from motet.workers.models.architectures import WRAPPERS
 from motet.workers.models.families import FAMILIES
 from motet.workers.models.family import Family
 
 _BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
 _COLUMNS: Final = ("`architectures`", "`model_type`", "served", "LoRA on")
+_RECURRENT: Final[Mapping[str | None, tuple[str, ...]]] = {
+    None: (),
+    "delta": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "grouped_delta": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+}
 _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -40,11 +45,11 @@ def made_page(page: str) -> str:
 def _lora(family: Family) -> str:
     if family.experts is not None and family.experts.are_fused:
         return "q, k, v, o, and gate_up, down of all experts (`target_parameters`)"
+    recurrent = _RECURRENT[family.recurrent]
     if family.experts is not None:
-        return "q, k, v, o, and gate, up, down of each expert"
+        return ", ".join(("q, k, v, o", *recurrent)) + ", and gate, up, down of each expert"
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
     names = dict.fromkeys(whole.get(name, name) for name in _LINEARS)
-    recurrent = RECURRENT_MODULES if family.recurrent else ()
     return ", ".join((*(name.removesuffix("_proj") for name in names), *recurrent))
 
 

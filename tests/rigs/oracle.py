@@ -54,12 +54,14 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from motet.adapters.adapter import RECURRENT_MODULES
 
@@ -279,6 +281,21 @@ VARIANTS: Mapping[str, Variant] = {
             linear_num_value_heads=4,
             linear_key_head_dim=16,
             linear_value_head_dim=16,
+        )
+    ),
+    "qwen3_next": Variant(
+        lambda: Qwen3NextConfig(
+            **SHAPE,
+            **EXPERTS,
+            shared_expert_intermediate_size=56,
+            mlp_only_layers=[1],
+            head_dim=24,
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=12,
+            linear_value_head_dim=20,
         )
     ),
 }
@@ -679,11 +696,12 @@ def exact_delta_rule(
 
 modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
 modeling_qwen3_5_moe.torch_chunk_gated_delta_rule = exact_delta_rule
+modeling_qwen3_next.torch_chunk_gated_delta_rule = exact_delta_rule
 
 
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     gemma = model.config.model_type.startswith("gemma")
-    adds_one = gemma or model.config.model_type.startswith("qwen3_5")
+    adds_one = gemma or model.config.model_type.startswith(("qwen3_5", "qwen3_next"))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which some families add by themselves

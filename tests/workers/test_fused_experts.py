@@ -104,7 +104,7 @@ class Case:
         )
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")

@@ -215,9 +215,10 @@ class _Parts:
         recurrent, batch = self.model.recurrent, self.batch
         if recurrent is None:
             return
-        size = recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
+        size = recurrent.num_heads * recurrent.head_size
         num_layers, num_sequences = len(self.model.recurrent_layers), batch.num_logits
-        width = recurrent.num_channels + 2 * recurrent.num_value_heads * recurrent.value_dim
+        *inputs, output = recurrent.modules(self.model.hidden_size).values()
+        width = sum(num_out for _, num_out in inputs) + output[0]
         between = num_layers * batch.num_rows * width * self.formats.element_bytes
         yield Operation(
             "recurrence", 7.0 * num_layers * batch.num_rows * size, 8.0 * num_layers * num_sequences * size, between
@@ -323,8 +324,8 @@ def model_size(model: ModelConfig) -> ModelSize:
     if recurrent is not None:
         num_recurrent = layers - num_attention
         all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
-        small += num_recurrent * (recurrent.num_channels * recurrent.kernel + 2 * recurrent.num_value_heads)
-        norms += num_recurrent * recurrent.value_dim
+        small += num_recurrent * recurrent.num_weights
+        norms += num_recurrent * recurrent.norm_width
     return ModelSize(
         embedding=embedding,
         attention=all_products + num_attention * biases + small,
@@ -351,7 +352,7 @@ def state_bytes_of_a_sequence(model: ModelConfig, element_bytes: int = 2) -> int
     recurrent = model.recurrent
     if recurrent is None:
         return 0
-    state = 4 * recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
+    state = 4 * recurrent.num_heads * recurrent.head_size
     return len(model.recurrent_layers) * (state + (recurrent.kernel - 1) * recurrent.num_channels * element_bytes)
 
 

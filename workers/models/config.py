@@ -18,7 +18,7 @@ from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .family import Family, Wrapper
 from .quantised_config import Quantisation, read_quantisation
-from .recurrent_config import RecurrentConfig
+from .recurrent_config import RecurrentConfig, read_recurrent
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
 from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
@@ -120,6 +120,7 @@ class ModelConfig:
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
+            output_groups={} if self.recurrent is None else self.recurrent.output_groups,
             is_wrapped=self.is_wrapped,
         )
 
@@ -245,7 +246,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
-    slides = sliding_layers(values, family.slides, recurrent=family.recurrent)
+    slides = sliding_layers(values, family.slides, recurrent=family.recurrent is not None)
     window = values.get("sliding_window")
     rotaries = layer_rotaries(
         {**raw, **values},
@@ -295,7 +296,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
         head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
         is_wrapped=wrapper is not None or family.reads_wrapped,
-        recurrent=RecurrentConfig.from_values(values, family),
+        recurrent=read_recurrent(values, family),
         quantisation=quantisation,
     )
 

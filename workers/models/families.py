@@ -65,26 +65,22 @@ _OLMO2 = Family(
     mlp_norm=None,
     post_norms=_POST_NORMS,
 )
+_DELTA: dict[str, Any] = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _QWEN3_5 = Family(
     "qwen3_5",
     "qwen3_5_text",
-    COMMON
-    | {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attention_bias": False,
-        "layer_types": None,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
+    COMMON | _DELTA | {"num_key_value_heads": 4, "head_dim": 256, "attention_bias": False, "layer_types": None},
     qk_norm=True,
     norm_offset=1.0,
     rotated_share=0.25,
-    recurrent=True,
+    recurrent="delta",
     gated_attention=True,
     reads_wrapped=True,
 )
@@ -257,6 +253,30 @@ FAMILIES = {
         qk_norm=True,
         slides=if_enabled,
         experts=_QWEN_EXPERTS,
+    ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        "qwen3_next",
+        COMMON
+        | _DELTA
+        | _QWEN_MOE
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "attention_bias": False,
+            "layer_types": None,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+        qk_norm=True,
+        norm_offset=1.0,
+        rotated_share=0.25,
+        recurrent="grouped_delta",
+        gated_attention=True,
+        experts=replace(_QWEN_EXPERTS, are_parameters=True),
     ),
     "GptOssForCausalLM": Family(
         "gpt_oss",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .rotary_config import SCALINGS
 from .sliding import Slides, never
@@ -27,6 +27,8 @@ class ExpertNames:
     are_fused: bool = False
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
+
+RecurrentRule = Literal["delta", "grouped_delta"]  # see `recurrent_config.py`
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
@@ -72,7 +74,7 @@ class Family:
     linear_is_in_context: bool = False  # max_position_embeddings is the context after linear scaling, not before it
     experts: ExpertNames | None = None  # None: the family has no experts
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
-    recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
+    recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention; None: none has
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
     reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from ...adapters.adapter import RECURRENT_MODULES
 from ...kernels.backend import Kernels, LinearWeight
-from ...kernels.gated_delta import GatedDelta
 from ...kernels.quantised import QuantisedWeight, joined
 from .config import ModelConfig
 from .family import ExpertNames
@@ -17,8 +15,6 @@ from .layers import (
     GATE_UP,
     OUTPUT,
     QKV,
-    RECURRENT_IN,
-    RECURRENT_OUT,
     Attention,
     DecoderLayer,
     ExpertMlp,
@@ -28,6 +24,7 @@ from .layers import (
     RecurrentMixer,
     SharedExpert,
 )
+from .recurrent_rules import load_rule
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -126,34 +123,20 @@ class _LayerLoader:
         )
 
     def recurrent(self) -> RecurrentMixer:
-        config, sharding = self._config.recurrent, self._sharding
+        config, shape, part = self._config.recurrent, self._config.shape, self._sharding.recurrent
         assert config is not None
-        sides, pieces = config.modules(self._config.hidden_size), sharding.recurrent_pieces
-        weights = {name: self._stored(f"linear_attn.{name}", *sides[name]) for name in RECURRENT_MODULES[:-1]}
-        rows = [_some_rows(weight, slice(*piece)) for name, weight in weights.items() for piece in pieces[name]]
-        (values,), (heads,) = pieces["out_proj"], pieces["in_proj_a"]
-
-        def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            return self._checkpoint.take(f"{self.prefix}linear_attn.{name}", shape)
-
-        conv = numbers("conv1d.weight", (config.num_channels, 1, config.kernel)).squeeze(1)
-        conv = torch.cat([conv[start:stop] for start, stop in pieces["in_proj_qkv"]])
-        num_heads = config.num_value_heads
-        rule = GatedDelta(
-            conv,
-            -numbers("A_log", (num_heads,))[slice(*heads)].float().exp(),
-            numbers("dt_bias", (num_heads,))[slice(*heads)].float(),
-            numbers("norm.weight", (config.value_dim,)).float(),
-            self._config.norm_eps,
-            config.num_key_heads // sharding.degree,
-            num_heads // sharding.degree,
-            config.key_dim,
-            config.value_dim,
-        )
+        *names, last = shape.recurrent_modules
+        places = [shape.dense_modules.index(name) for name in (*names, last)]
+        rows = []
+        for name in names:
+            weight, groups = self._stored(f"{config.block}.{name}", *shape.modules[name]), shape.output_groups.get(name)
+            outputs = [slice(*piece) if groups is None else groups.order(*piece) for piece in part.outputs[name]]
+            rows += [_some_rows(weight, each) for each in outputs]
+        num_in = shape.modules[last][0]
         return RecurrentMixer(
-            LoraLinear(self._packed(rows), None, RECURRENT_IN),
-            self._row_linear("linear_attn.out_proj", num_heads * config.value_dim, values, RECURRENT_OUT, False),
-            rule,
+            LoraLinear(self._packed(rows), None, tuple(places[:-1])),
+            self._row_linear(f"{config.block}.{last}", num_in, part.inputs, tuple(places[-1:]), False),
+            load_rule(config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint),
             self._config.recurrent_layers.index(self._index),
         )
 
@@ -367,5 +350,5 @@ class _LayerLoader:
         return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=part)
 
 
-def _some_rows(weight: StoredWeight, rows: slice) -> StoredWeight:
+def _some_rows(weight: StoredWeight, rows: slice | list[int]) -> StoredWeight:
     return weight[rows] if isinstance(weight, torch.Tensor) else weight.rows(rows)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ...adapters.adapter import MODULES, RECURRENT_MODULES
+from ...adapters.adapter import MODULES
 from ...kernels.attention import AttentionBatch, LayerKV
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.expert_lora import ExpertLoraBatch
@@ -26,9 +26,6 @@ QKV = tuple(MODULES.index(name) for name in ("q_proj", "k_proj", "v_proj"))
 OUTPUT = (MODULES.index("o_proj"),)
 GATE_UP = tuple(MODULES.index(name) for name in ("gate_proj", "up_proj"))
 DOWN = (MODULES.index("down_proj"),)
-# Indices in `BaseShape.dense_modules` of a base with recurrent states.
-RECURRENT_IN = tuple(range(len(MODULES), len(MODULES) + len(RECURRENT_MODULES) - 1))
-RECURRENT_OUT = (len(MODULES) + len(RECURRENT_MODULES) - 1,)
 
 
 @dataclass(frozen=True)

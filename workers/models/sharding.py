@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES
+from ...adapters.adapter import EXPERT_MODULES
 from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
 from ..config import ExpertSharding, KVDtype
 from .config import ModelConfig, slab_of_head
+from .recurrent_config import Range as Range
+from .recurrent_config import RecurrentPart
 
-Range = tuple[int, int]  # start, stop
 _SLAB_ELEMENTS = 32  # a multiple: kernels read 16 bytes and more at a time, states are float32
 
 
@@ -29,7 +31,7 @@ class ModelSharding:
             raise ValueError(f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang")
         shared = {"attention heads": config.num_heads, "hidden features": config.hidden_size} | self._mlp_features()
         if config.recurrent is not None:
-            shared["key heads of layers with a recurrent state"] = config.recurrent.num_key_heads
+            shared |= config.recurrent.shared
         for label, count in shared.items():
             if count % degree:
                 raise ValueError(f"a gang of {degree} workers cannot share {count} {label}: a divisor is needed")
@@ -78,23 +80,9 @@ class ModelSharding:
         return self._share(self.config.experts.shared_intermediate_size or 0)
 
     @property
-    def recurrent_pieces(self) -> dict[str, tuple[Range, ...]]:
-        """By module of layers with a recurrent state: the outputs of the base that are this worker's, side by side.
-
-        Of `out_proj`: its inputs.
-        """
-        recurrent = self.config.recurrent
-        assert recurrent is not None
-        key_start, key_stop = (head * recurrent.key_dim for head in self._share(recurrent.num_key_heads))
-        heads = self._share(recurrent.num_value_heads)
-        values = heads[0] * recurrent.value_dim, heads[1] * recurrent.value_dim
-        all_keys = recurrent.num_key_heads * recurrent.key_dim
-        qkv = (
-            (key_start, key_stop),
-            (all_keys + key_start, all_keys + key_stop),
-            (2 * all_keys + values[0], 2 * all_keys + values[1]),
-        )
-        return dict(zip(RECURRENT_MODULES, (qkv, (values,), (heads,), (heads,), (values,)), strict=True))
+    def recurrent(self) -> RecurrentPart:
+        assert self.config.recurrent is not None
+        return self.config.recurrent.part(self.rank, self.degree)
 
     @property
     def vocabulary(self) -> Range:
@@ -115,9 +103,9 @@ class ModelSharding:
         linears = (hidden, (query + gates + 2 * kv) * dim), (query * dim, hidden), (hidden, 2 * width), (width, hidden)
         if self.config.recurrent is None:
             return linears
-        *inputs, output = self.config.recurrent.modules(hidden).values()
-        num_out = sum(num_out for _, num_out in inputs) // self.degree
-        return *linears, (hidden, num_out), (output[0] // self.degree, hidden)
+        part = self.recurrent
+        num_out = sum(stop - start for pieces in part.outputs.values() for start, stop in pieces)
+        return *linears, (hidden, num_out), (part.inputs[1] - part.inputs[0], hidden)
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer of this worker; see `slab_of_head`.
@@ -147,9 +135,10 @@ class ModelSharding:
                 gate, up, down = EXPERT_MODULES
                 outputs |= {gate: self.expert_features, up: self.expert_features}
                 inputs |= {down: self.expert_features}
-            pieces = {} if self.config.recurrent is None else self.recurrent_pieces
-            if pieces:
-                inputs |= {RECURRENT_MODULES[-1]: pieces.pop(RECURRENT_MODULES[-1])[0]}
+            pieces: Mapping[str, tuple[Range, ...]] = {}
+            if self.config.recurrent is not None:
+                pieces = self.recurrent.outputs
+                inputs |= {self.config.shape.recurrent_modules[-1]: self.recurrent.inputs}
             sharding = Sharding(self.degree, self.rank, outputs, inputs, pieces)
         slab = self.slab(block_size, kv_dtype, PAGE_DTYPES[dtype].itemsize)
         return AdapterLayout(self.config.shape, slab, dtype, sharding)
