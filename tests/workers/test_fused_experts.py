@@ -23,6 +23,7 @@ from motet.tests.rigs.oracle import VOCAB_SIZE, write_model
 from motet.tests.rigs.part_configs import engine_config
 from motet.workers.config import EngineConfig
 from motet.workers.engine_builder import build_engine
+from motet.workers.memory.page_arrays import pool_of
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
 from motet.workers.wire.messages import AdapterRef, SamplingParams
@@ -92,6 +93,7 @@ class Case:
         sharding = ModelSharding(ModelConfig.from_folder(self.model_path), degree, 0, expert_sharding)
         layout = sharding.layout(BLOCK_SIZE, "float32")
         num_pages = 14 + max(layout.num_pages(ref.module_ranks) for ref in self.refs.values())
+        num_pages += 3 * pool_of(sharding, BLOCK_SIZE, torch.float32, 1).state.num_pages
         return engine_config(
             self.model_path,
             self.store_path,
