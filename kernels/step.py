@@ -15,9 +15,9 @@ import torch
 
 from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
-from .gated_delta import GatedDelta, LayerState, StateBatch
 from .lora import LoraBatch
 from .norms import Activation
+from .recurrence import LayerState, Rule, StateBatch
 
 Register = int  # index in `Program.widths`
 
@@ -197,12 +197,12 @@ class MultiplyGate:
 
 
 @dataclass(frozen=True)
-class GatedDeltaRule:
-    """to = what the layer computes of x; states go on in their pages. See `gated_delta.GatedDeltaKernel`."""
+class Recur:
+    """to = what a rule makes of x; states go on in their pages. See `recurrence.RecurrentKernel`."""
 
     x: Register
     to: Register
-    layer: GatedDelta
+    rule: Rule
     state: LayerState
 
 
@@ -223,7 +223,7 @@ Operation = (
     | CombinePairs
     | AddGated
     | MultiplyGate
-    | GatedDeltaRule
+    | Recur
 )
 
 

@@ -10,7 +10,7 @@ import torch
 from ...adapters.adapter import EXPERT_MODULES
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
-from ...kernels.gated_delta import LayerState
+from ...kernels.recurrence import LayerState
 from ...kernels.step import (
     Add,
     AddExpertLora,
@@ -23,13 +23,13 @@ from ...kernels.step import (
     Embed,
     ExpertLinear,
     Gated,
-    GatedDeltaRule,
     Heads,
     Linear,
     MultiplyGate,
     Norm,
     Operation,
     Program,
+    Recur,
     Step,
     TakePairs,
     WriteKV,
@@ -159,7 +159,7 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
 
 def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) -> Iterator[Operation]:
     yield from _linear(mixer.inputs, x, RECURRENT, layer)
-    yield GatedDeltaRule(RECURRENT, MIXED, mixer.rule, state)
+    yield Recur(RECURRENT, MIXED, mixer.rule, state)
     yield from _linear(mixer.output, MIXED, OUTPUT, layer)
 
 
