@@ -16,9 +16,9 @@ import torch
 from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
 from .experts import Routing
-from .gated_delta import GatedDelta, LayerState, StateBatch
 from .lora import LoraBatch
 from .norms import Activation
+from .recurrence import LayerState, Rule, StateBatch
 
 Register = int  # index in `Program.widths`
 
@@ -210,12 +210,12 @@ class MultiplyGate:
 
 
 @dataclass(frozen=True)
-class GatedDeltaRule:
-    """to = what the layer computes of x; states go on in their pages. See `gated_delta.GatedDeltaKernel`."""
+class Recur:
+    """to = what a rule makes of x; states go on in their pages. See `recurrence.RecurrentKernel`."""
 
     x: Register
     to: Register
-    layer: GatedDelta
+    rule: Rule
     state: LayerState
 
 
@@ -237,7 +237,7 @@ Operation = (
     | AddGated
     | JoinEmbedding
     | MultiplyGate
-    | GatedDeltaRule
+    | Recur
 )
 
 

@@ -11,7 +11,9 @@
 #include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
+#include "mamba.h"
 #include "rows.h"
+#include "short_convolution.h"
 
 namespace motet {
 
@@ -32,6 +34,8 @@ enum class StepKind : int64_t {
     kAddGated,
     kMultiplyGate,
     kGatedDelta,
+    kShortConvolution,
+    kMamba,
     kAdd,
     kJoinEmbedding,
     kByteLinear,
@@ -116,9 +120,9 @@ struct StepOperation {
             int64_t gates, width, gate_stride, column;
         } multiply_gate;
         struct {
-            const DeltaLayer* layer;
+            const void* layer;
             int64_t width;  // of x
-        } gated_delta;
+        } recurrence;
         struct {  // of eight bits, or of four, which have zero points or null, a table, and groups
             const void *weight, *scales, *bias;
             int64_t num_in, num_out;
@@ -151,7 +155,7 @@ struct StepCall {
     const ExpertSegment* expert_segments;
     const int64_t* expert_pages;
     int64_t num_threads;
-    const DeltaBatch* states;  // null: no layer has any
+    const StateBatch* states;  // null: no layer has any
 };
 
 template <class T>
@@ -201,8 +205,11 @@ class Step {
             case StepKind::kMultiplyGate:
                 return multiply_gates(op);
             case StepKind::kGatedDelta:
-                return motet::gated_delta(*op.gated_delta.layer, *call.states, (const T*)of(op.x), op.gated_delta.width,
-                                          call.num_rows, (T*)call.pool, call.pool_page_stride, of(op.to), num_threads);
+                return recur(op, motet::gated_delta<T>);
+            case StepKind::kShortConvolution:
+                return recur(op, motet::short_convolution<T>);
+            case StepKind::kMamba:
+                return recur(op, motet::mamba<T>);
         }
     }
 
@@ -343,6 +350,14 @@ class Step {
         const auto& own = op.multiply_gate;
         multiply_gate((const T*)of(op.x), (const T*)of(own.gates) + own.column, own.gate_stride, of(op.to),
                       call.num_rows, own.width, num_threads);
+    }
+
+    template <class Layer>
+    void recur(const StepOperation& op, void (*compute)(const Layer&, const StateBatch&, const T*, int64_t, int64_t, T*,
+                                                        int64_t, T*, int)) const {
+        const auto& own = op.recurrence;
+        compute(*(const Layer*)own.layer, *call.states, of(op.x), own.width, call.num_rows, (T*)call.pool,
+                call.pool_page_stride, of(op.to), num_threads);
     }
 
     void choose(const StepOperation& op) const {

@@ -19,10 +19,10 @@ import torch
 
 from ...kernels.attention import LayerKV
 from ...kernels.float8_kv import float8_view
-from ...kernels.gated_delta import LayerState
 from ...kernels.huge_pages import zeros_in_huge_pages
 from ...kernels.pages import copy_runs, read_pages, write_pages
 from ...kernels.pinned_zeros import pinned_zeros
+from ...kernels.recurrence import LayerState
 from ..config import KVDtype
 from ..models.config import slab_of_head
 from ..models.sharding import ModelSharding

@@ -11,9 +11,9 @@ from ...kernels.attention import AttentionBatch, LayerKV
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
-from ...kernels.gated_delta import GatedDelta, LayerState, StateBatch
 from ...kernels.lora import LoraBatch
 from ...kernels.norms import Activation, scale_to_unit
+from ...kernels.recurrence import LayerState, Rule, StateBatch
 from ..parallel import Parallel
 from .passes import Pass
 
@@ -135,17 +135,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class RecurrentMixer:
-    """Gated DeltaNet (arXiv 2412.06464) in place of attention: this worker's partial sum."""
+    """A rule with a state of a fixed size in place of attention: this worker's partial sum."""
 
-    inputs: LoraLinear  # q, k, v, gate, update rates and decays, side by side
+    inputs: LoraLinear
     output: LoraLinear
-    rule: GatedDelta
+    rule: Rule
     state_index: int  # among the layers with a recurrent state
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         assert context.states is not None, "a step's states come with its rows"
         columns, place = self.inputs(x, layer, context), context.state_places[self.state_index]
-        mixed = context.kernels.gated_delta(columns, self.rule, context.pool, place, context.states)
+        mixed = context.kernels.recur(columns, self.rule, context.pool, place, context.states)
         return self.output(mixed, layer, context)
 
 

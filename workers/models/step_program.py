@@ -11,7 +11,7 @@ import torch
 from ...adapters.adapter import EXPERT_MODULES
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
-from ...kernels.gated_delta import LayerState
+from ...kernels.recurrence import LayerState
 from ...kernels.step import (
     Add,
     AddExpertLora,
@@ -24,7 +24,6 @@ from ...kernels.step import (
     Embed,
     ExpertLinear,
     Gated,
-    GatedDeltaRule,
     Heads,
     JoinEmbedding,
     Linear,
@@ -32,6 +31,7 @@ from ...kernels.step import (
     Norm,
     Operation,
     Program,
+    Recur,
     Step,
     TakePairs,
     WriteKV,
@@ -201,7 +201,7 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
 
 def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) -> Iterator[Operation]:
     yield from _linear(mixer.inputs, x, RECURRENT, layer)
-    yield GatedDeltaRule(RECURRENT, MIXED, mixer.rule, state)
+    yield Recur(RECURRENT, MIXED, mixer.rule, state)
     yield from _linear(mixer.output, MIXED, OUTPUT, layer)
 
 
