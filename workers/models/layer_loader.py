@@ -48,6 +48,8 @@ def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, ke
         attention_post_norm=loader.norm(post_norms[0]),
         mlp_post_norm=loader.norm(post_norms[1]),
         norm_eps=residual_eps(config),
+        centred_norms=config.family.centred_norms,
+        is_parallel=config.family.is_parallel,
     )
 
 

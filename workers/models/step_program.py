@@ -108,7 +108,7 @@ def program_of(
         else:
             mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index])
         operations += _layer(layer, mixing)
-    operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, decoder.norm, decoder.norm_eps))
+    operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, decoder.norm, decoder.norm_eps, decoder.norm_is_centred))
     return Program(_widths(decoder), tuple(operations), NORMED)
 
 
@@ -166,20 +166,21 @@ def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) ->
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation]) -> Iterator[Operation]:
     """`mixing`: attention, or what a layer has in its place."""
     eps = layer.norm_eps
-    yield from _enter(layer.attention_norm, eps, is_first=layer.index == 0)
+    yield from _enter(layer, layer.attention_norm, is_first=layer.index == 0)
     yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
-    yield from _enter(layer.mlp_norm, eps)
-    yield from _mlp(layer, _input(layer.mlp_norm))
+    yield from _enter(layer, layer.mlp_norm)
+    yield from _mlp(layer, _input(layer.attention_norm if layer.is_parallel else layer.mlp_norm))
     if layer.mlp_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
 
 
-def _enter(norm: torch.Tensor | None, eps: float, *, is_first: bool = False) -> Iterator[Operation]:
+def _enter(layer: DecoderLayer, norm: torch.Tensor | None, *, is_first: bool = False) -> Iterator[Operation]:
     """Adds the output of the half before, which the first one does not have, to the residual, and norms the sum."""
     if norm is not None:
-        yield AddNorm(RESIDUAL if is_first else OUTPUT, None if is_first else RESIDUAL, NORMED, norm, eps)
+        x, residual = (RESIDUAL, None) if is_first else (OUTPUT, RESIDUAL)
+        yield AddNorm(x, residual, NORMED, norm, layer.norm_eps, layer.centred_norms)
     elif not is_first:
         yield Add(OUTPUT, RESIDUAL)
 
