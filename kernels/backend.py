@@ -56,6 +56,7 @@ LinearWeight = Any  # a weight `[out, in]` as `pack_linear` laid it out; opaque 
 PackLinear = Callable[[torch.Tensor], LinearWeight]
 PackExperts = Callable[[torch.Tensor], ExpertWeight]
 Linear = Callable[[torch.Tensor, LinearWeight, torch.Tensor | None], torch.Tensor]
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Kernels:
     pack_linear: PackLinear  # called once for each weight
     linear: Linear  # x weightᵀ + bias, `[rows, out]` of x `[rows, in]`
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    add_rms_norm: AddNorm  # see `norms.add_rms_norm`
+    add_layer_norm: AddNorm
     gated: Callable[[torch.Tensor, norms.Activation], torch.Tensor]  # see `norms.gated`
     multiply_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # see `norms.multiply_gate`
     recur: RecurrentKernel
@@ -91,6 +93,9 @@ class Kernels:
     step: StepKernels | None = None  # carry out a whole step in one call; None: nothing does
     float8: Float8Kernels | None = None  # of the linears of layers; None: these are like all others
     quantised: QuantisedKernels | None = None  # of those whose weights stay in four or eight bits; None: none does
+
+    def add_norm(self, is_centred: bool) -> AddNorm:
+        return self.add_layer_norm if is_centred else self.add_rms_norm
 
     @cached_property
     def layer_linear(self) -> Linear:
@@ -133,6 +138,7 @@ def plain_kernels() -> Kernels:
         linear=linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
+        add_layer_norm=norms.add_layer_norm,
         gated=norms.gated,
         multiply_gate=norms.multiply_gate,
         recur=plain_recur,
@@ -173,6 +179,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         linear=multiply,
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
+        add_layer_norm=rows.add_layer_norm,
         gated=rows.gated,
         multiply_gate=norms.multiply_gate,
         recur=NativeRecurrence(library, dtype, num_threads),
@@ -222,6 +229,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         linear=linear,
         rms_norm=triton_rows.rms_norm,
         add_rms_norm=triton_rows.add_rms_norm,
+        add_layer_norm=triton_rows.add_layer_norm,
         gated=triton_rows.gated,
         multiply_gate=norms.multiply_gate,
         recur=plain_recur,

@@ -41,6 +41,7 @@ class AddNorm:
     to: Register
     weight: torch.Tensor
     eps: float
+    is_centred: bool = False  # as in `norms.add_layer_norm`
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,15 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
              num_threads);                                                                                   \
     }
 
+#define MOTET_NORM(NAME, CENTRED, T)                                                                               \
+    MOTET_CALL void NAME(const T* x, int64_t x_stride, const T* residual, const void* weight, int weight_is_float, \
+                         T* total, T* normed, int64_t num_rows, int64_t width, float eps, int num_threads) {       \
+        const auto with = [&](auto* weights) {                                                                     \
+            add_norm<CENTRED>(x, x_stride, residual, weights, total, normed, num_rows, width, eps, num_threads);   \
+        };                                                                                                         \
+        weight_is_float ? with((const float*)weight) : with((const T*)weight);                                     \
+    }
+
 #define MOTET_KERNELS(NAME, T)                                                                                         \
     MOTET_CALL void paged_attention_##NAME(const void* q, void* out, const void* kv, const int64_t* query_starts,      \
                                            const int64_t* context_lens, const int32_t* pages,                          \
@@ -123,15 +132,8 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                                           float alpha, float limit, int num_threads) {                                 \
         clamped_swiglu(gate_up, stride, to, num_rows, width, alpha, limit, num_threads);                               \
     }                                                                                                                  \
-    MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,           \
-                                        int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,     \
-                                        float eps, int num_threads) {                                                  \
-        if (weight_is_float)                                                                                           \
-            add_rms_norm(x, x_stride, residual, (const float*)weight, total, normed, num_rows, width, eps,             \
-                         num_threads);                                                                                 \
-        else                                                                                                           \
-            add_rms_norm(x, x_stride, residual, (const T*)weight, total, normed, num_rows, width, eps, num_threads);   \
-    }
+    MOTET_NORM(add_rms_norm_##NAME, false, T)                                                                          \
+    MOTET_NORM(add_layer_norm_##NAME, true, T)
 
 MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t vocab, const void* masks, int64_t num_rows,
                                int64_t* tokens, int num_threads) {

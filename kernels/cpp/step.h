@@ -56,6 +56,7 @@ struct StepOperation {
             const void* weight;
             int64_t weight_is_float;
             double eps;
+            int64_t is_centred;
         } add_norm;
         struct {  // in place, of `count` neighbours of `dim` columns each, from `column` on
             int64_t width, column, count, dim;
@@ -252,11 +253,14 @@ class Step {
     void add_norm(const StepOperation& op) const {
         const auto& own = op.add_norm;
         T* residual = own.residual < 0 ? nullptr : of(own.residual);
-        const auto with = [&](auto* weight) {
-            add_rms_norm(of(op.x), own.width, (const T*)residual, weight, residual, of(op.to), call.num_rows, own.width,
-                         float(own.eps), num_threads);
+        const auto with = [&](auto is_centred, auto* weight) {
+            motet::add_norm<is_centred.value>(of(op.x), own.width, (const T*)residual, weight, residual, of(op.to),
+                                              call.num_rows, own.width, float(own.eps), num_threads);
         };
-        own.weight_is_float ? with((const float*)own.weight) : with((const T*)own.weight);
+        const auto of_kind = [&](auto* weight) {
+            own.is_centred ? with(std::true_type{}, weight) : with(std::false_type{}, weight);
+        };
+        own.weight_is_float ? of_kind((const float*)own.weight) : of_kind((const T*)own.weight);
     }
 
     void norm(const StepOperation& op) const {
@@ -265,8 +269,8 @@ class Step {
             for (int64_t row = start; row < end; row++) {
                 T* x = of(op.x) + row * own.width + own.column;
                 const auto with = [&](auto* weight) {
-                    add_rms_norm((const T*)x, own.dim, (const T*)nullptr, weight, (T*)nullptr, x, own.count, own.dim,
-                                 float(own.eps), 1);
+                    motet::add_norm<false>((const T*)x, own.dim, (const T*)nullptr, weight, (T*)nullptr, x, own.count,
+                                           own.dim, float(own.eps), 1);
                 };
                 own.weight_is_float ? with((const float*)own.weight) : with((const T*)own.weight);
             }

@@ -177,7 +177,7 @@ class NativeStep:
     @_fields.register
     def _(self, op: AddNorm) -> list[int]:
         residual = -1 if op.residual is None else op.residual
-        return [residual, self._width(op.x), *self._weight(op.weight), float_bits(op.eps)]
+        return [residual, self._width(op.x), *self._weight(op.weight), float_bits(op.eps), op.is_centred]
 
     @_fields.register
     def _(self, op: Add) -> list[int]:

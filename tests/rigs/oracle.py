@@ -24,6 +24,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Cohere2Config,
+    CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -110,6 +112,10 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 # Odd scales and narrow caps, so that each of them changes the answer.
+COHERE: dict[str, Any] = {key: value for key, value in SHAPE.items() if not key.startswith(("rms", "tie"))} | {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 1.3,
+}
 GEMMA: dict[str, Any] = SHAPE | {"tie_word_embeddings": True, "head_dim": 24, "query_pre_attn_scalar": 6}
 GEMMA3_ROPE: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 4.0},
@@ -293,6 +299,17 @@ VARIANTS: Mapping[str, Variant] = {
             layer_types=["full_attention", "sliding_attention", "full_attention"],
             hidden_size_per_layer_input=0,
             final_logit_softcapping=6.0,
+        ),
+        sharded=True,
+    ),
+    "cohere": Variant(lambda: CohereConfig(**COHERE | {"num_key_value_heads": 1}, tie_word_embeddings=True)),
+    "cohere2": Variant(
+        lambda: Cohere2Config(
+            **COHERE,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
         ),
         sharded=True,
     ),

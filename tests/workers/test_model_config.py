@@ -390,6 +390,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_mtp_modules": 3, "mtp_transformer_layers": 1, "qk_norm_type": "per_layer", "use_qk_norm": True},
         **{"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0},
     },
+    "Command R7B": {
+        **{"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "cache_implementation": "hybrid"},
+        **{"attention_bias": False, "head_dim": 128, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25},
+        **{"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"},
+        **{"rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096},
+        **{"sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True},
+        **{"use_parallel_block": True, "use_parallel_embedding": True, "rms_norm_eps": None},
+    },
     "EXAONE 4.0 32B": {
         **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128, "hidden_act": "silu"},
         **{"sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False},

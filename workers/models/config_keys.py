@@ -224,6 +224,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "head_dim": _SIZE,
     "sliding_window": ("a whole number from 1 or null", is_whole),
     "rms_norm_eps": _NUMBER,
+    "layer_norm_eps": _NUMBER,
     "hidden_act": _TEXT,
     "hidden_activation": _TEXT,
     "tie_word_embeddings": _FLAG,
@@ -237,6 +238,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "embedding_multiplier": _NUMBER,
     "residual_multiplier": _NUMBER,
     "logits_scaling": _NUMBER,
+    "logit_scale": _NUMBER,
     "no_rope_layers": (
         "a list of 0 and 1",
         lambda value: isinstance(value, list) and all(is_whole(element, 0, 1) for element in value),

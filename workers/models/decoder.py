@@ -41,6 +41,7 @@ class Decoder:
     vocab_size: int
     embedding_scale: float
     logit_multiplier: float
+    norm_is_centred: bool  # a layer norm
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -56,7 +57,7 @@ class Decoder:
             context = replace(context, tokens=TokenEmbeddings(token_ids, x))
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, context)
-        return context.kernels.add_rms_norm(x, residual, self.norm, self.norm_eps)[0]
+        return context.kernels.add_norm(self.norm_is_centred)(x, residual, self.norm, self.norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, vocab]` in float32, on every worker."""
@@ -159,5 +160,6 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
         vocab,
         embedding_scale=scale * config.embedding_multiplier / config.residual_multiplier,
         logit_multiplier=config.logit_multiplier,
+        norm_is_centred=config.family.centred_norms,
         logit_softcap=config.logit_softcap,
     )

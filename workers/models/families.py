@@ -61,6 +61,18 @@ _GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_pr
 
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
+_COHERE = Family(
+    "cohere",
+    "cohere",
+    {key: value for key, value in COMMON.items() if key != "rms_norm_eps"}
+    | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625},
+    centred_norms=True,
+    wide_norms=True,
+    mlp_norm=None,
+    is_parallel=True,
+    rope_theta=500_000.0,
+    rotates_neighbours=True,
+)
 _OLMO2 = Family(
     "olmo2",
     "olmo2",
@@ -440,6 +452,17 @@ FAMILIES = {
         has_value_norm=True,
         attention_scale=1.0,
         has_layer_scalars=True,
+    ),
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
+        name="cohere2",
+        model_type="cohere2",
+        defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        computes={"position_embedding_type": "rope_gptj"},  # as released files name it
+        slides=three_of_four,
+        only_windows_rotate=True,
+        rope_theta=10_000.0,
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4",

@@ -58,10 +58,12 @@ class Family:
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     qk_norm_spans_heads: bool = False  # it is over all heads of q, and all of k, at once
     norm_offset: float = 0.0  # added to the stored weights of all norms
+    centred_norms: bool = False  # norms of the residual are layer norms without bias, not RMS norms
     wide_norms: bool = False  # norms are multiplied by their weights in float32
     has_sinks: bool = False  # `self_attn.sinks`, a score of each head that has no value
     attention_norm: str | None = "input_layernorm"  # name of the norm before attention; None: none
     mlp_norm: str | None = "post_attention_layernorm"  # of that before the MLP
+    is_parallel: bool = False  # the MLP has the input that attention has
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
@@ -92,6 +94,10 @@ class Family:
     @property
     def activation_key(self) -> str:
         return "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
+
+    @property
+    def norm_eps_key(self) -> str:
+        return "layer_norm_eps" if "layer_norm_eps" in self.defaults else "rms_norm_eps"
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ def load_layer(
         attention_post_norm=loader.norm(post_norms[0]),
         mlp_post_norm=loader.norm(post_norms[1]),
         norm_eps=residual_eps(config),
+        centred_norms=config.family.centred_norms,
+        is_parallel=config.family.is_parallel,
         end=None if inputs is None else loader.input(inputs),
         scalar=loader.scalar(),
     )

@@ -184,6 +184,8 @@ class DecoderLayer:
     attention_post_norm: torch.Tensor | None  # norms the output of attention (Gemma); None: it is not normed
     mlp_post_norm: torch.Tensor | None  # norms the output of the MLP (Gemma)
     norm_eps: float
+    centred_norms: bool = False  # those before the halves are layer norms
+    is_parallel: bool = False  # the MLP has the input that attention has
     end: LayerEnd | None = None
     scalar: float = 1.0  # of the layer's output
 
@@ -192,12 +194,12 @@ class DecoderLayer:
     ) -> Pass[tuple[torch.Tensor, torch.Tensor | None]]:
         """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`; None: it is."""
         kernels = context.kernels
-        x, residual = self._enter(x, residual, self.attention_norm, kernels)
-        x = yield self.attention(x, self.index, context)
+        first, residual = self._enter(x, residual, self.attention_norm, kernels)
+        x = yield self.attention(first, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
         x, residual = self._enter(x, residual, self.mlp_norm, kernels)
-        x = yield self.mlp(x, self.index, context)
+        x = yield self.mlp(first if self.is_parallel else x, self.index, context)
         if self.mlp_post_norm is not None:
             x = kernels.rms_norm(x, self.mlp_post_norm, self.norm_eps)
         if not self.is_whole:
@@ -217,7 +219,7 @@ class DecoderLayer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of a half of the layer, and the residual with x added."""
         if norm is not None:
-            return kernels.add_rms_norm(x, residual, norm, self.norm_eps)
+            return kernels.add_norm(self.centred_norms)(x, residual, norm, self.norm_eps)
         total = x if residual is None else x + residual
         return total, total
 

@@ -122,10 +122,11 @@ def program_of(
         widths = whole | _widths(layer, hidden)
         operations += [_named(each, widths, registers) for each in _layer(layer, mixing, is_added)]
         is_added = layer.is_whole
+    norm = decoder.norm, decoder.norm_eps, decoder.norm_is_centred
     if is_added:
-        operations.append(AddNorm(RESIDUAL, None, NORMED, decoder.norm, decoder.norm_eps))
+        operations.append(AddNorm(RESIDUAL, None, NORMED, *norm))
     else:
-        operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, decoder.norm, decoder.norm_eps))
+        operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, *norm))
     by_register = {register: width for (_, width), register in registers.items()}
     return Program(
         tuple(by_register.get(register, 0) for register in range(max(by_register) + 1)), tuple(operations), NORMED
@@ -208,12 +209,12 @@ def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) ->
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> Iterator[Operation]:
     """`mixing`: attention, or what a layer has in its place."""
     eps = layer.norm_eps
-    yield from _enter(layer.attention_norm, eps, is_added=is_added)
+    yield from _enter(layer, layer.attention_norm, is_added=is_added)
     yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
-    yield from _enter(layer.mlp_norm, eps)
-    yield from _mlp(layer, _input(layer.mlp_norm))
+    yield from _enter(layer, layer.mlp_norm)
+    yield from _mlp(layer, _input(layer.attention_norm if layer.is_parallel else layer.mlp_norm))
     if layer.mlp_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
     if layer.is_whole:
@@ -230,10 +231,11 @@ def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> 
         yield Add(OUTPUT, RESIDUAL, layer.scalar)
 
 
-def _enter(norm: torch.Tensor | None, eps: float, *, is_added: bool = False) -> Iterator[Operation]:
+def _enter(layer: DecoderLayer, norm: torch.Tensor | None, *, is_added: bool = False) -> Iterator[Operation]:
     """Adds the output of the half before to the residual, unless it is in there, and norms the sum."""
     if norm is not None:
-        yield AddNorm(RESIDUAL if is_added else OUTPUT, None if is_added else RESIDUAL, NORMED, norm, eps)
+        x, residual = (RESIDUAL, None) if is_added else (OUTPUT, RESIDUAL)
+        yield AddNorm(x, residual, NORMED, norm, layer.norm_eps, layer.centred_norms)
     elif not is_added:
         yield Add(OUTPUT, RESIDUAL)
 
