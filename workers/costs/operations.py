@@ -123,8 +123,8 @@ class _AttentionKind(NamedTuple):
         def kind(layer: int) -> _AttentionKind:
             dim, num_kv_heads = sizes.head_dims[layer], sizes.num_kv_heads[layer]
             kv = num_kv_heads * kv_copies(num_kv_heads, degree) * dim
-            own = kv if sizes.kv_sources[layer] == layer else 0
-            return _AttentionKind(model.num_heads * dim, own, kv, num_kv_heads, model.sliding_windows[layer])
+            computed = kv if sizes.kv_sources[layer] == layer else 0
+            return _AttentionKind(model.num_heads * dim, computed, kv, num_kv_heads, model.sliding_windows[layer])
 
         return Counter(map(kind, model.attention_layers))
 

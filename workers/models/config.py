@@ -95,7 +95,7 @@ class ModelConfig:
         """Of layers that all are alike, unless `sizes` says otherwise."""
         if self.sizes is not None:
             return self.sizes
-        return LayerSizes.alike(self.num_layers, self.head_dim, self.num_kv_heads, self.intermediate_size)
+        return LayerSizes.uniform(self.num_layers, self.head_dim, self.num_kv_heads, self.intermediate_size)
 
     @property
     def shape(self) -> BaseShape:

@@ -290,7 +290,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
         "an object of objects of whole numbers from 1, by layer's number",
         lambda value: (
             isinstance(value, dict)
-            and all(isinstance(own, dict) and all(map(is_whole, own.values())) for own in value.values())
+            and all(isinstance(sizes, dict) and all(map(is_whole, sizes.values())) for sizes in value.values())
         ),
     ),
 }

@@ -15,14 +15,14 @@ from .weights import WeightSource
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What is added to the residual h: norm(project(activation(gate(h)) * (norm(own(embedding)) + table[token]))).
+    """What is added to the residual h: norm(project(activation(gate(h)) * x)).
 
-    Workers share the features between `gate` and `project`.
+    x is norm(embedding_projection(embedding)) + table[token]. Workers share the features between `gate` and `project`.
     """
 
-    own: LoraLinear  # hidden -> all features
-    own_norm: torch.Tensor  # [features] float32
-    own_eps: float
+    embedding_projection: LoraLinear  # hidden -> all features
+    embedding_norm: torch.Tensor  # [features] float32
+    embedding_eps: float
     table: torch.Tensor  # [vocab, this worker's features]
     table_scale: float
     features: tuple[int, int]  # this worker's
@@ -36,11 +36,13 @@ class LayerInput:
         """See `LayerEnd`."""
         kernels, tokens = context.kernels, context.tokens
         assert tokens is not None, "the decoder gives them where a layer needs them"
-        own = kernels.rms_norm(self.own(tokens.embedded, layer, context), self.own_norm, self.own_eps)
+        projected = kernels.rms_norm(
+            self.embedding_projection(tokens.embedded, layer, context), self.embedding_norm, self.embedding_eps
+        )
         joined = torch.cat(
             (
                 self.gate(x, layer, context),
-                own[:, slice(*self.features)] + self.table[tokens.token_ids] * self.table_scale,
+                projected[:, slice(*self.features)] + self.table[tokens.token_ids] * self.table_scale,
             ),
             dim=1,
         )
@@ -52,7 +54,7 @@ class LayerInput:
 class LayerInputs:
     """What the inputs of all layers are made of, on one worker."""
 
-    own: torch.Tensor  # [num_layers, features, hidden]
+    embedding_projection: torch.Tensor  # [num_layers, features, hidden]
     norm: torch.Tensor  # [features] float32
     eps: float
     table: torch.Tensor  # [vocab, num_layers, this worker's features]
@@ -60,11 +62,11 @@ class LayerInputs:
 
     @property
     def width(self) -> int:
-        return self.own.shape[1]
+        return self.embedding_projection.shape[1]
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The projection of the embedding, and the table of tokens, of one layer."""
-        return self.own[layer], self.table[:, layer]
+        return self.embedding_projection[layer], self.table[:, layer]
 
 
 def load_layer_inputs(sharding: ModelSharding, checkpoint: WeightSource) -> LayerInputs | None:
@@ -80,11 +82,11 @@ def load_layer_inputs(sharding: ModelSharding, checkpoint: WeightSource) -> Laye
     table = checkpoint.take(
         "model.embed_tokens_per_layer.weight", (config.layer_sizes.input_vocab_size, layers * width)
     )
-    own = checkpoint.take("model.per_layer_model_projection.weight", (layers * width, hidden))
+    projection = checkpoint.take("model.per_layer_model_projection.weight", (layers * width, hidden))
     norm = checkpoint.take("model.per_layer_projection_norm.weight", (width,))
     part = table.unflatten(1, (layers, width))[:, :, slice(*sharding.layer_inputs)]
     return LayerInputs(
-        own.unflatten(0, (layers, width)),
+        projection.unflatten(0, (layers, width)),
         norm.float() * 0.5**0.5,
         config.norm_eps * hidden,
         part if sharding.degree == 1 else part.contiguous(),

@@ -178,12 +178,12 @@ class _LayerLoader:
 
     def input(self, inputs: LayerInputs) -> LayerInput:
         config, hidden, part = self._config, self._config.hidden_size, self._sharding.layer_inputs
-        own, table = inputs.of(self._index)
+        projection, table = inputs.of(self._index)
         gate, project, _ = (self._places(module) for module in PER_LAYER_MODULES)
         norm = self.norm("post_per_layer_input_norm")
         assert norm is not None
         return LayerInput(
-            LoraLinear(self._pack_layer(own), None, self._places(PER_LAYER_MODULES[2])),
+            LoraLinear(self._pack_layer(projection), None, self._places(PER_LAYER_MODULES[2])),
             inputs.norm,
             inputs.eps,
             table,

@@ -22,7 +22,7 @@ class LayerSizes:
     input_vocab_size: int = 0
 
     @staticmethod
-    def alike(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int) -> LayerSizes:
+    def uniform(num_layers: int, head_dim: int, num_kv_heads: int, intermediate_size: int) -> LayerSizes:
         """All layers have these sizes and a KV of their own."""
         return LayerSizes(
             (head_dim,) * num_layers,
@@ -84,11 +84,11 @@ def _heads_of(values: Mapping[str, Any], layer: int, slides: bool) -> tuple[int,
         if slides:
             return head_dim, num_kv_heads
         return global_dim or 512, (global_heads if values["attention_k_eq_v"] else None) or num_kv_heads
-    own = overrides.get(str(layer), {})
-    for key in own:
+    heads = overrides.get(str(layer), {})
+    for key in heads:
         if key not in _OVERRIDES:
             raise ValueError(f"per_layer_config has {key!r}: {' and '.join(_OVERRIDES)} are accepted")
-    return own.get("head_dim", head_dim), own.get("num_key_value_heads", num_kv_heads)
+    return heads.get("head_dim", head_dim), heads.get("num_key_value_heads", num_kv_heads)
 
 
 def _source(layer: int, slides: Sequence[bool], first_shared: int) -> int:

@@ -169,7 +169,7 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
             widths |= {SHARED_OUTPUT: hidden, SHARED_GATE: 0 if mlp.shared.gate is None else 1}
     if (end := layer.end) is not None:
         assert isinstance(end, LayerInput)
-        widths |= {OWN: end.own.weight.num_out, INPUT_GATE: end.gate.weight.num_out}
+        widths |= {OWN: end.embedding_projection.weight.num_out, INPUT_GATE: end.gate.weight.num_out}
         widths |= {JOINED: 2 * end.gate.weight.num_out, INPUT: end.project.weight.num_in}
     return widths
 
@@ -221,8 +221,8 @@ def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> 
         yield Add(OUTPUT, RESIDUAL, 1.0 if layer.end is not None else layer.scalar)
     if (end := layer.end) is not None:
         assert isinstance(end, LayerInput)
-        yield from _linear(end.own, EMBEDDED, OWN, layer.index)
-        yield Norm(OWN, 0, 1, end.own_norm, end.own_eps)
+        yield from _linear(end.embedding_projection, EMBEDDED, OWN, layer.index)
+        yield Norm(OWN, 0, 1, end.embedding_norm, end.embedding_eps)
         yield from _linear(end.gate, RESIDUAL, INPUT_GATE, layer.index)
         yield JoinEmbedding(INPUT_GATE, OWN, JOINED, end.table, end.table_scale)
         yield Gated(JOINED, INPUT, end.activation)
