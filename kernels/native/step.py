@@ -21,6 +21,7 @@ from ..step import (
     AddExpertLora,
     AddGated,
     AddLora,
+    AddNarrowLora,
     AddNorm,
     Attend,
     ChooseExperts,
@@ -51,7 +52,7 @@ _NUM_FIELDS = 15  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
-    *(MultiplyGate, GatedDeltaRule, Add),
+    *(MultiplyGate, GatedDeltaRule, Add, AddNarrowLora),
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
 )
 
@@ -210,6 +211,12 @@ class NativeStep:
     def _(self, op: AddLora) -> list[int]:
         group = self._groups.setdefault(op.modules, len(self._groups))
         return [op.layer, group, self._width(op.x), self._width(op.to)]
+
+    @_fields.register
+    def _(self, op: AddNarrowLora) -> list[int]:
+        group = self._groups.setdefault(op.modules, len(self._groups))
+        assert self._width(op.to) <= self._width(op.padded), "the first columns are of the register"
+        return [op.layer, group, self._width(op.x), self._width(op.padded), op.padded, self._width(op.to)]
 
     @_fields.register
     def _(self, op: WriteKV) -> list[int]:

@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...adapters.adapter import EXPERT_MODULES
+from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES
 from ..models.config import ModelConfig
 from .devices import Device
 
-_ROW_PARALLEL = ("o_proj", "down_proj", EXPERT_MODULES[2])  # cut along their inputs, the others along their outputs
+# Cut along their inputs, the others along their outputs.
+_ROW_PARALLEL = ("o_proj", "down_proj", EXPERT_MODULES[2], SHARED_MODULES[2])
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES
+from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES, SHARED_MODULES
 from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
 from ..config import ExpertSharding, KVDtype
@@ -143,6 +143,10 @@ class ModelSharding:
             outputs = {"q_proj": (gated * query[0], gated * query[1]), "k_proj": kv, "v_proj": kv}
             outputs |= {"gate_proj": self.intermediate, "up_proj": self.intermediate}
             inputs = {"o_proj": query, "down_proj": self.intermediate}
+            if self.config.experts is not None:
+                gate, up, down = SHARED_MODULES
+                outputs |= {gate: self.shared_features, up: self.shared_features}
+                inputs |= {down: self.shared_features}
             if self.config.experts is not None and self.expert_sharding == "tensor":
                 gate, up, down = EXPERT_MODULES
                 outputs |= {gate: self.expert_features, up: self.expert_features}

@@ -16,6 +16,7 @@ from ...kernels.step import (
     AddExpertLora,
     AddGated,
     AddLora,
+    AddNarrowLora,
     AddNorm,
     Attend,
     ChooseExperts,
@@ -44,6 +45,7 @@ from .layers import (
     ExpertMlp,
     GatedMlp,
     LoraLinear,
+    NarrowLinear,
     RecurrentMixer,
 )
 
@@ -57,6 +59,7 @@ RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, INNER = range(8)
 SCORES, PAIRS, PAIRS_GATE_UP, PAIRS_INNER, PAIRS_OUTPUT = range(8, 13)
 SHARED_GATE_UP, SHARED_INNER, SHARED_OUTPUT, SHARED_GATE = range(13, 17)
 RECURRENT, MIXED = 17, 18
+PADDED_SCORES, PADDED_GATE = 19, 20  # what adapters add to scores and gates
 
 
 def prepare_step(
@@ -127,11 +130,17 @@ def _widths(decoder: Decoder) -> tuple[int, ...]:
         else:
             assert isinstance(mlp, ExpertMlp)
             gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
-            widths |= {SCORES: mlp.num_experts, PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
+            widths |= {
+                SCORES: mlp.num_experts,
+                PADDED_SCORES: mlp.router.padded_out,
+                PAIRS: pairs * hidden,
+                PAIRS_OUTPUT: pairs * hidden,
+            }
             widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
             if mlp.shared is not None:
-                widths |= {SHARED_GATE_UP: mlp.shared.gate_up.num_out, SHARED_INNER: mlp.shared.down.num_in}
-                widths |= {SHARED_OUTPUT: hidden, SHARED_GATE: 0 if mlp.shared.gate is None else 1}
+                gate_up, down, gate = mlp.shared.gate_up.weight, mlp.shared.down.weight, mlp.shared.gate
+                widths |= {SHARED_GATE_UP: gate_up.num_out, SHARED_INNER: down.num_in, SHARED_OUTPUT: hidden}
+                widths |= {} if gate is None else {SHARED_GATE: 1, PADDED_GATE: gate.padded_out}
     return tuple(widths.get(register, 0) for register in range(max(widths) + 1))
 
 
@@ -193,7 +202,7 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
         return
     assert isinstance(mlp, ExpertMlp)
     hidden, inner = mlp.down.num_out, mlp.down.num_in
-    yield Linear(x, SCORES, mlp.router, mlp.router_bias)
+    yield from _narrow(mlp.router, x, SCORES, PADDED_SCORES, layer.index)
     yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias)
     yield TakePairs(x, PAIRS)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
@@ -203,18 +212,23 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
     yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
     yield CombinePairs(PAIRS_OUTPUT, OUTPUT)
     if (shared := mlp.shared) is not None:
-        yield Linear(x, SHARED_GATE_UP, shared.gate_up, None)
+        yield from _linear(shared.gate_up, x, SHARED_GATE_UP, layer.index)
         yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
-        yield Linear(SHARED_INNER, SHARED_OUTPUT, shared.down, None)
+        yield from _linear(shared.down, SHARED_INNER, SHARED_OUTPUT, layer.index)
         if shared.gate is None:
             yield Add(SHARED_OUTPUT, OUTPUT)
         else:
-            yield Linear(x, SHARED_GATE, shared.gate, None)
+            yield from _narrow(shared.gate, x, SHARED_GATE, PADDED_GATE, layer.index)
             yield AddGated(SHARED_OUTPUT, SHARED_GATE, OUTPUT)
 
 
 def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: int, num_out: int) -> AddExpertLora:
     return AddExpertLora(x, to, layer, modules, len(EXPERT_MODULES), num_in, num_out)
+
+
+def _narrow(linear: NarrowLinear, x: int, to: int, padded: int, layer: int) -> Iterator[Operation]:
+    yield Linear(x, to, linear.weight, linear.bias)
+    yield AddNarrowLora(x, to, padded, layer, linear.modules)
 
 
 def _linear(linear: LoraLinear, x: int, to: int, layer: int) -> Iterator[Operation]:
