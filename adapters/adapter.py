@@ -6,6 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import Final
 
 from .errors import OtherBase, quote
@@ -21,13 +22,20 @@ OUTER_MODULES = PER_LAYER_MODULES[2:]
 OUTER = -1  # the layer of modules that are outside of the layers
 # The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
+# The projections of the expert that computes every row, in layers that have one beside the chosen experts.
+SHARED_MODULES = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj")
+# Linears of layers with experts that have few outputs: the gate of that expert, and the router.
+ROUTER: Final = "router"
+NARROW_MODULES = ("shared_expert_gate", ROUTER)
+_MAX_UNIT: Final = 256  # columns that a GPU's kernels read at once, at most
 # Where a layer has them, in packing order.
 PATHS: Final = {
     **{module: f"self_attn.{module}" for module in MODULES[:4]},
     **{module: f"linear_attn.{module}" for module in RECURRENT_MODULES},
     **{module: f"mlp.{module}" for module in MODULES[4:]},
     **{module: module for module in PER_LAYER_MODULES},
-    **{module: f"mlp.{module}" for module in EXPERT_MODULES},
+    **{module: f"mlp.{module}" for module in (*EXPERT_MODULES, *SHARED_MODULES)},
+    **{"shared_expert_gate": "mlp.shared_expert_gate", ROUTER: "mlp.gate"},
 }
 _ORDER: Final = {module: place for place, module in enumerate(PATHS)}
 MAX_RANK = 256
@@ -119,6 +127,17 @@ class BaseShape:
         return (*MODULES, *extra)
 
     @cached_property
+    def _unit(self) -> int:
+        """The largest power of two, up to `_MAX_UNIT`, that divides all sides of modules with many outputs."""
+        sides = (side for entry, both in self.modules.items() if entry not in NARROW_MODULES for side in both)
+        divisor = gcd(_MAX_UNIT, *sides)
+        return divisor & -divisor
+
+    def padding(self, entry: str) -> int:
+        """Columns of zeros behind the outputs of an entry of `modules`, so that few do not narrow the tiles of all."""
+        return -self.modules[entry][1] % self._unit if entry in NARROW_MODULES else 0
+
+    @cached_property
     def kinds(self) -> tuple[frozenset[str], ...]:
         """The entries of each kind of layer."""
         by_layer: list[set[str]] = [set() for _ in range(self.num_layers)]
@@ -188,8 +207,14 @@ class BaseShape:
 
     @cached_property
     def modules_by_path(self) -> Mapping[str, str]:
-        """The entries of `names` by their path within a layer or outside of them, without those of experts."""
-        return {self.path(name): name for name in self.names if name not in EXPERT_MODULES}
+        """The entries of `names` by their path within a layer or outside of them, without those of experts.
+
+        A router is also known where the base's files have it, as before transformers 5.
+        """
+        paths = {self.path(name): name for name in self.names if name not in EXPERT_MODULES}
+        if self.experts is not None and ROUTER in self.modules:
+            paths[f"{self.experts.block}.{self.path(ROUTER).rpartition('.')[2]}"] = ROUTER
+        return paths
 
     def has(self, layer: int, module: str) -> bool:
         """Whether adapters of this base may have the module in this layer."""

@@ -85,6 +85,17 @@ class AddLora:
 
 
 @dataclass(frozen=True)
+class AddNarrowLora:
+    """to += the first columns of the rows' adapters of x, which fill `padded`; nothing without such adapters."""
+
+    x: Register
+    to: Register
+    padded: Register
+    layer: int
+    modules: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Heads:
     """How many heads of which size a layer has."""
 
@@ -227,6 +238,7 @@ Operation = (
     | Norm
     | Linear
     | AddLora
+    | AddNarrowLora
     | WriteKV
     | Attend
     | Gated

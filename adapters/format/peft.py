@@ -173,7 +173,6 @@ _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes suc
     ("embed_tokens", "trained embeddings (save with save_embedding_layers=False)"),
     ("lm_head", "a trained lm_head"),
     (".bias", "trained biases (bias)"),
-    (".shared_expert", "LoRA of a shared expert"),
 )
 
 

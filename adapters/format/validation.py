@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..adapter import OUTER, OUTER_MODULES, BaseShape, family_of_module
+from ..adapter import (
+    EXPERT_MODULES,
+    MODULES,
+    OUTER,
+    OUTER_MODULES,
+    ROUTER,
+    SHARED_MODULES,
+    BaseShape,
+    family_of_module,
+)
 from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .peft import (
@@ -72,14 +81,17 @@ def resolve_parameters(
 ) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, parameter) that `target_parameters` names, by PEFT's own rules.
 
+    A router's weight is the parameter ROUTER, whose matrices are those of a module.
+
     These are: a whole name or a dotted suffix matches, and neither layers nor exclusions are checked. Raises
-    AdapterInvalid for a name of anything else than fused experts of this base.
+    AdapterInvalid for a name of anything else than fused experts and routers of this base.
     """
     time = time or PatternTime()
     if not config.target_parameters:
         return {}
     layers = () if shape.experts is None else shape.experts.layers
     keys = {f"model.layers.{layer}.{_PATH}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
+    keys |= {f"model.layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
     valid_names = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
         if target not in valid_names:
@@ -173,8 +185,8 @@ def _sides(parameter: str, shape: BaseShape) -> tuple[int, int]:
 def _accepted(shape: BaseShape) -> str:
     if shape.experts is None:
         return "this base has no experts; name modules in target_modules"
-    accepted = " and ".join(f"{_PATH}.{name}" for name in FUSED_PARAMETERS)
-    return f"{accepted} are accepted; name other modules in target_modules, LoRA of a router is not supported"
+    accepted = ", ".join(f"{_PATH}.{name}" for name in FUSED_PARAMETERS)
+    return f"{accepted} and {shape.path(ROUTER)}.weight are accepted; name other modules in target_modules"
 
 
 _HEADER_BYTES_PER_TENSOR = 512  # PEFT's take about 200, with the longest names
@@ -199,8 +211,10 @@ def validate(
     time = PatternTime()
     file = TensorFile(tensors, TENSORS_FILE, max_header_bytes=max_header_bytes(shape))
     prefix = module_prefix(file.entries, shape.is_wrapped)
-    targets, parameters = resolve_targets(parsed, shape, time, prefix), resolve_parameters(parsed, shape, time)
+    targets = resolve_targets(parsed, _as_trained(shape, file.entries), time, prefix)
+    parameters = resolve_parameters(parsed, shape, time)
     _check_disjoint(targets, parameters)
+    targets |= {key: parameters.pop(key) for key in [*parameters] if key[1] == ROUTER}
     of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
     of_text = [name for name in file.entries if name not in of_vision]
     fused_names = match_fused_names([name for name in of_text if parse_fused_name(name) is not None], parameters)
@@ -240,6 +254,20 @@ def _by_layer(
     return {(layer, module): LoraMatrices(a, part, target.scaling) for layer, part in enumerate(parts)}
 
 
+def _as_trained(shape: BaseShape, tensor_names: Iterable[str]) -> BaseShape:
+    """The shape without modules of experts, where a file has LoRA of the layers' other MLPs alone.
+
+    With transformers 5 experts are parameters, and names such as "gate_proj" in `target_modules` are not theirs.
+    """
+    if shape.experts is None or shape.experts.are_parameters:
+        return shape
+    keys = (parse_tensor_name(name, shape.modules_by_path) for name in tensor_names)
+    modules = {family_of_module(key[1]) for key in keys if key is not None}
+    if not modules.isdisjoint(EXPERT_MODULES) or modules.isdisjoint((*MODULES[4:], *SHARED_MODULES)):
+        return shape
+    return replace(shape, experts=replace(shape.experts, are_parameters=True))
+
+
 def max_header_bytes(shape: BaseShape) -> int:
     """The longest header that is accepted, from the number of tensors that an adapter of this base can have."""
     num_matrices = shape.num_matrices * (2 if shape.is_wrapped else 1)  # those of vision are fewer than of text
@@ -264,7 +292,9 @@ def _ranks(
 
 def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target]) -> None:
     fused = {
-        (layer, f"experts.{projection}"): name for layer, name in parameters for projection in FUSED_PARAMETERS[name]
+        (layer, f"experts.{projection}"): name
+        for layer, name in parameters
+        for projection in FUSED_PARAMETERS.get(name, ())
     }
     for layer, module in targets:
         if (layer, family_of_module(module)) in fused:
@@ -292,8 +322,9 @@ def _match_names(
     names: dict[_Key, str] = {}
     for name in tensor_names:
         key = parse_tensor_name(name, shape.modules_by_path)
-        is_fitting = key is not None and family_of_module(key[1]) in shape.names
-        if key is None or not is_fitting or f".{shape.path(key[1])}." not in name or not _begins(name, prefix):
+        entry = "" if key is None else family_of_module(key[1])
+        is_at_its_path = key is None or entry not in EXPERT_MODULES or f".{shape.path(key[1])}." in name
+        if key is None or entry not in shape.names or not is_at_its_path or not _begins(name, prefix):
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(

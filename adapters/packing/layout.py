@@ -20,7 +20,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from ..adapter import BaseShape, family_of_module, named_experts
+from ..adapter import NARROW_MODULES, ROUTER, BaseShape, family_of_module, named_experts
 
 # How the modules of a base are cut into parts for the workers of a gang, and every adapter with them.
 #
@@ -71,11 +71,12 @@ class ModulePart:
 
     inputs: tuple[int, int]  # start, stop
     outputs: tuple[tuple[int, int], ...]  # starts and stops, side by side
+    padding: int = 0  # columns of zeros behind them
 
     @property
     def widths(self) -> tuple[int, int]:
         """Elements of a row of A and of a row of B."""
-        return self.inputs[1] - self.inputs[0], sum(stop - start for start, stop in self.outputs)
+        return self.inputs[1] - self.inputs[0], self.padding + sum(stop - start for start, stop in self.outputs)
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,11 @@ class AdapterLayout:
     @property
     def key(self) -> str:
         """The layout's name. Layouts with equal keys pack an adapter into the same bytes."""
-        worker = "tp1" if self.sharding is None else self.sharding.key(self.shape.modules)
+        cut = (module for module in self.shape.modules if module not in NARROW_MODULES)  # those never are
+        worker = "tp1" if self.sharding is None else self.sharding.key(cut)
         experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
+        if ROUTER in self.shape.modules:
+            experts += f"-router{self.part(ROUTER).widths[1]}"
         order = f"-order{crc32(repr(self.shape.head_order).encode()):08x}" if self.shape.head_order else ""
         gated = f"-gated{self.shape.gated_head_dim}" if self.shape.gated_head_dim is not None else ""
         groups = "-grouped" if self.shape.output_groups else ""
@@ -108,12 +112,12 @@ class AdapterLayout:
 
     def part(self, module: str) -> ModulePart:
         """This worker's part of a module."""
-        num_in, num_out = self.shape.modules[module]
+        (num_in, num_out), padding = self.shape.modules[module], self.shape.padding(module)
         if self.sharding is None:
-            return ModulePart((0, num_in), ((0, num_out),))
+            return ModulePart((0, num_in), ((0, num_out),), padding)
         inputs = self.sharding.inputs.get(module, (0, num_in))
         outputs = (self.sharding.outputs.get(module, (0, num_out)),)
-        return ModulePart(inputs, self.sharding.pieces.get(module, outputs))
+        return ModulePart(inputs, self.sharding.pieces.get(module, outputs), padding)
 
     def output_order(self, module: str) -> list[int] | None:
         """Which outputs of the module the rows of its B are, in order; None: those of its one part as they stand."""

@@ -89,6 +89,7 @@ def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> Non
         outputs = slice(*part.outputs[0]) if placed.outputs is None else placed.outputs
         b = lora.b[outputs, rows].astype(np.float32)
         b *= np.float32(lora.scaling)
+        b = np.pad(b, ((0, part.padding), (0, 0))) if part.padding else b
         _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]
 
 

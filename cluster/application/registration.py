@@ -15,7 +15,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from ...adapters.adapter import BaseIdentity
+from ...adapters.adapter import MODULES, NARROW_MODULES, SHARED_MODULES, BaseIdentity
 from ...adapters.registry.registry import Registry, connect
 from ...adapters.store.store import AdapterStore
 from ...workers.models.config import ModelConfig
@@ -36,6 +36,7 @@ def identify_base(folder: Path, name: str) -> BaseIdentity:
     these. Raises ValueError for a model that cannot be served.
     """
     config = ModelConfig.from_folder(folder)
+    described = _described_modules(config)
     facts = {
         "family": config.family.name,
         "vocab_size": config.vocab_size,
@@ -43,7 +44,7 @@ def identify_base(folder: Path, name: str) -> BaseIdentity:
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "modules": {module: list(sides) for module, sides in config.shape.modules.items()},
+        "modules": {module: list(sides) for module, sides in config.shape.modules.items() if module in described},
         "tie_word_embeddings": config.tie_word_embeddings,
     }
     hasher = sha256(b"motet base 1\n" + json.dumps(facts, sort_keys=True).encode() + b"\n")
@@ -54,6 +55,12 @@ def identify_base(folder: Path, name: str) -> BaseIdentity:
             for part in _parts(file, num_bytes):
                 hasher.update(sha256(part).digest())
     return BaseIdentity(hasher.hexdigest(), name)
+
+
+def _described_modules(config: ModelConfig) -> set[str]:
+    """Of a base with experts those whose LoRA was served first, so that stores of earlier versions stay its own."""
+    modules = set(config.shape.modules)
+    return modules if config.experts is None else modules.difference(MODULES[4:], SHARED_MODULES, NARROW_MODULES)
 
 
 def _parts(file: BinaryIO, num_bytes: int) -> list[bytes]:

@@ -38,6 +38,7 @@ enum class StepKind : int64_t {
     kMamba,
     kAdd,
     kJoinEmbedding,
+    kNarrowLora,
     kByteLinear,
     kCodeLinear
 };
@@ -71,6 +72,9 @@ struct StepOperation {
         struct {
             int64_t layer, group, num_in, num_out;
         } lora;
+        struct {  // `num_out`: of the adapters, in the register `padded`; `width`: of their columns that are added
+            int64_t layer, group, num_in, num_out, padded, width;
+        } narrow_lora;
         struct {
             void* kv;
             const float* rotary;
@@ -183,7 +187,9 @@ class Step {
             case StepKind::kCodeLinear:
                 return multiply_codes(op);
             case StepKind::kLora:
-                return add_adapters(op);
+                return add_adapters(op.lora.layer, op.lora.group, of(op.x), op.lora.num_in, of(op.to), op.lora.num_out);
+            case StepKind::kNarrowLora:
+                return add_narrow_adapters(op);
             case StepKind::kWriteKV:
                 return write(op);
             case StepKind::kAttend:
@@ -309,14 +315,22 @@ class Step {
         linear_of_codes(of(op.x), own.num_in, call.num_rows, product, num_threads);
     }
 
-    void add_adapters(const StepOperation& op) const {
+    void add_adapters(int64_t layer, int64_t place, const T* x, int64_t num_in, T* to, int64_t num_out) const {
         if (!call.lora_groups) return;
-        const auto& own = op.lora;
-        const LoraGroup& group = call.lora_groups[own.group];
-        const LoraPages<T> pages{(const T*)call.pool + own.layer * call.pool_layer_stride, call.pool_page_stride,
-                                 call.slab, call.lora_pages};
-        add(pages, group.parts, group.num_parts, of(op.x), own.num_in, of(op.to), own.num_out, group.length,
-            num_threads);
+        const LoraGroup& group = call.lora_groups[place];
+        const LoraPages<T> pages{(const T*)call.pool + layer * call.pool_layer_stride, call.pool_page_stride, call.slab,
+                                 call.lora_pages};
+        add(pages, group.parts, group.num_parts, x, num_in, to, num_out, group.length, num_threads);
+    }
+
+    void add_narrow_adapters(const StepOperation& op) const {
+        const auto& own = op.narrow_lora;
+        if (!call.lora_groups || call.lora_groups[own.group].num_parts == 0) return;
+        T *padded = of(own.padded), *to = of(op.to);
+        std::memset(padded, 0, size_t(call.num_rows * own.num_out) * sizeof(T));
+        add_adapters(own.layer, own.group, of(op.x), own.num_in, padded, own.num_out);
+        for (int64_t row = 0; row < call.num_rows; row++)
+            motet::add_rows(padded + row * own.num_out, to + row * own.width, 1, own.width, 1.0f, 1);
     }
 
     void write(const StepOperation& op) const {

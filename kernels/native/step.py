@@ -20,6 +20,7 @@ from ..step import (
     AddExpertLora,
     AddGated,
     AddLora,
+    AddNarrowLora,
     AddNorm,
     Attend,
     ChooseExperts,
@@ -55,6 +56,7 @@ _KINDS = (  # in the order of `StepKind`
     *KERNELS,  # a `Recur` whose rule it is
     Add,
     JoinEmbedding,
+    AddNarrowLora,
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
 )
 
@@ -224,6 +226,12 @@ class NativeStep:
     def _(self, op: AddLora) -> list[int]:
         group = self._groups.setdefault(op.modules, len(self._groups))
         return [op.layer, group, self._width(op.x), self._width(op.to)]
+
+    @_fields.register
+    def _(self, op: AddNarrowLora) -> list[int]:
+        group = self._groups.setdefault(op.modules, len(self._groups))
+        assert self._width(op.to) <= self._width(op.padded), "the first columns are of the register"
+        return [op.layer, group, self._width(op.x), self._width(op.padded), op.padded, self._width(op.to)]
 
     @_fields.register
     def _(self, op: WriteKV) -> list[int]:

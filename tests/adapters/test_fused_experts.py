@@ -134,7 +134,12 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]] = {
     "no parameters": (tensors(), {"target_parameters": None, "target_modules": ["q_proj"]}, "names no such parameter"),
     "rank of a pattern": (tensors(), {"rank_pattern": {"gate_up_proj": 4}}, r"expected \[12, 12\]"),
     "too large a rank": (tensors(), {"rank_pattern": {"gate_up_proj": 300}}, "rank_pattern"),
-    "router": (tensors(), {"target_parameters": ["gate.weight"]}, "router is not supported"),
+    "router alone": (tensors(), {"target_parameters": ["gate.weight"]}, "names no such parameter of experts"),
+    "projection as a parameter": (
+        tensors(),
+        {"target_parameters": ["q_proj.weight"]},
+        r"and mlp\.gate\.weight are acc",
+    ),
     "part of a name": (tensors(), {"target_parameters": ["xperts.down_proj"]}, "are accepted"),
     "named both ways": (tensors(), {"target_modules": ["down_proj"]}, "both name the experts of layer 0"),
     "one expert named both ways": (

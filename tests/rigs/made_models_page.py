@@ -43,14 +43,25 @@ def made_page(page: str) -> str:
 
 
 def _lora(family: Family) -> str:
-    if family.experts is not None and family.experts.are_fused:
-        return "q, k, v, o, and gate_up, down of all experts (`target_parameters`)"
-    recurrent = _RECURRENT[family.recurrent]
     if family.experts is not None:
-        return ", ".join(("q, k, v, o", *recurrent)) + ", and gate, up, down of each expert"
+        return _lora_of_experts(family)
+    recurrent = _RECURRENT[family.recurrent]
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
     names = dict.fromkeys(whole.get(name, name) for name in _LINEARS)
     return ", ".join((*(name.removesuffix("_proj") for name in names), *recurrent))
+
+
+def _lora_of_experts(family: Family) -> str:
+    assert family.experts is not None
+    attention = ("q", "k", "v", "o", *_RECURRENT[family.recurrent])
+    parts = ["gate, up, down of each expert"]
+    if family.experts.are_fused:
+        parts = ["gate_up, down of all experts (`target_parameters`)"]
+    if {"first_k_dense_replace", "mlp_only_layers"} & family.defaults.keys():
+        parts.append("of dense layers")
+    if {"n_shared_experts", "shared_expert_intermediate_size"} & family.defaults.keys():
+        parts.append("of the shared expert" + (" and its gate" if family.experts.shared_gate else ""))
+    return f"{', '.join(attention)}, {', '.join(parts)}, and the router"
 
 
 if __name__ == "__main__":

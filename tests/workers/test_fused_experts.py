@@ -31,6 +31,7 @@ from motet.workers.wire.messages import AdapterRef, SamplingParams
 BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
+ROUTER = "gate.weight"
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH = {"r": 3, "lora_alpha": 6, "target_parameters": [GATE_UP, DOWN]}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -50,6 +51,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "rank_pattern": {"gate_up_proj": 5, r".*\.2\.mlp\.experts\.down_proj": 1},
         "alpha_pattern": {"experts.down_proj": 9},
     },
+    "router": {"r": 3, "lora_alpha": 9, "target_modules": [], "target_parameters": [ROUTER]},
+    "all_linear": {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"},  # what it means differs between bases
     # Both parameters in one layer, one in another.
     "layers_differ": {
         "r": 2,
@@ -69,6 +72,8 @@ def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) ->
         options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
     else:
         options = RECIPES[recipe]
+        if options.get("target_parameters") == [ROUTER] and "gpt_oss" in str(model_path):
+            options = {**options, "target_parameters": ["router.weight"]}
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(len(recipe))
@@ -106,7 +111,10 @@ class Case:
         )
 
 
-@pytest.fixture(scope="module", params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next"])
+@pytest.fixture(
+    scope="module",
+    params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")
@@ -192,5 +200,6 @@ def test_targets_of_gpt_oss(tmp_path: Path) -> None:
         *((1, name) for name in ("gate_proj", "up_proj", "down_proj")),
         (2, "down_proj"),
     }
-    with pytest.raises(AdapterInvalid, match="LoRA of a router is not supported"):
-        validated("router", target_modules=["q_proj"], target_parameters=["mlp.router.weight"])
+    assert validated("router", target_parameters=["mlp.router.weight"]).module_ranks == {"router": 2}
+    with pytest.raises(AdapterInvalid, match=r"down_proj and mlp\.router\.weight are accepted"):
+        validated("bias", target_modules=["q_proj"], target_parameters=["mlp.router.weight", "o_proj.weight"])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GptOssConfig, Ministral3Config, PreTrainedConfig
 
-from motet.adapters.adapter import EXPERT_MODULES, MODULES
+from motet.adapters.adapter import EXPERT_MODULES, MODULES, SHARED_MODULES
 from motet.kernels.norms import ACTIVATIONS
 from motet.tests.rigs.oracle import write_model
 from motet.workers.config import ExpertSharding
@@ -237,7 +237,10 @@ def test_layers_with_experts(
     assert (config.experts.num_experts, config.experts.top_k) == (4, 2)
     assert config.shape.experts is not None
     assert (config.shape.experts.num_experts, config.shape.experts.layers) == (4, layers)
-    assert tuple(config.shape.modules) == (*MODULES[:4], *EXPERT_MODULES)
+    dense = MODULES[4:] if len(layers) < config.num_layers else ()
+    shared = () if sizes[1] is None else SHARED_MODULES
+    gate = ("shared_expert_gate",) if config.experts.shared_is_gated and shared else ()
+    assert tuple(config.shape.modules) == (*MODULES[:4], *dense, *EXPERT_MODULES, *shared, *gate, "router")
     assert config.shape.modules["experts.down_proj"] == (sizes[0], 8)
 
 
@@ -455,7 +458,7 @@ def test_layers_that_guess_tokens_are_left_out_and_the_choice_stays_in_float32(t
     decoder = load_decoder(sharding, Checkpoint(path, torch.bfloat16, torch.device("cpu")))
     mlp = decoder.layers[2].mlp
     assert isinstance(mlp, ExpertMlp)
-    assert mlp.choice_bias is not None and mlp.router.dtype == torch.bfloat16
+    assert mlp.choice_bias is not None and mlp.router.weight.dtype == torch.bfloat16
     expected = stored["model.layers.2.mlp.gate.e_score_correction_bias"]
     torch.testing.assert_close(mlp.choice_bias, expected, atol=0, rtol=0)
 

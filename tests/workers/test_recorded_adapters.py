@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.backend import triton_kernels
-from motet.kernels.lora import LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import write_model
 from motet.tests.rigs.specialisations import recorded_gpu
@@ -119,9 +119,9 @@ def tables_of(stock: Stock, num_pages: int = 100, device: torch.device = CPU) ->
     return AdapterTables(triton_kernels(device, torch.bfloat16), layout, num_pages, device)
 
 
-def segments(*pages: int) -> tuple[LoraSegment, ...]:
+def segments(*pages: int, router: ModuleSlice | None = None) -> tuple[LoraSegment, ...]:
     """A row of an adapter in each of these pages."""
-    modules = (ModuleSlice(16, 16, 0, 0),) * 7
+    modules = (ModuleSlice(16, 16, 0, 0),) * 7 + (() if router is None else (router,))
     expert = PagedAdapter((), modules[:3])
     return tuple(
         LoraSegment(row, row + 1, PagedAdapter((page,), modules, (expert,) * 4)) for row, page in enumerate(pages)
@@ -137,7 +137,8 @@ def test_a_part_holds_a_step_and_nothing_of_those_before(stocks: dict[str, Stock
     assert small is not None and large is not None
     assert small.lora.pages.data_ptr() == large.lora.pages.data_ptr()
     assert (len(small.lora.tiles), len(large.lora.tiles)) == (2, 8)
-    five, one, three = (tables.prepare(segments(*pages)) for pages in ((5, 6, 7, 8, 9), (3,), (1, 2, 4)))
+    router = ABSENT if family == "mixtral" else None
+    five, one, three = (tables.prepare(segments(*pages, router=router)) for pages in ((5, 6, 7, 8, 9), (3,), (1, 2, 4)))
     assert five is not None and one is not None and three is not None
     for part, step, pages in ((large, five, [5, 6, 7, 8, 9]), (small, one, [3]), (large, one, [3])):
         assert shared.hold(part, step)
@@ -152,6 +153,14 @@ def test_a_part_holds_a_step_and_nothing_of_those_before(stocks: dict[str, Stock
     assert not shared.hold(small, three), "of three adapters two have room"
     assert shared.hold(small, one), "what did not fit has left nothing that is taken for another step's"
     assert small.lora.pages[0] == 3
+
+
+def test_a_step_with_lora_of_a_router_is_not_held(stocks: dict[str, Stock]) -> None:
+    tables = tables_of(stocks["mixtral"])
+    shared = RecordedAdapters(tables, 4, 4)
+    part, step = shared.part(4, 4), tables.prepare(segments(1, 2, router=ModuleSlice(4, 4, 0, 0)))
+    assert part is not None and step is not None
+    assert step.has_narrow and not shared.hold(part, step)
 
 
 def test_a_step_that_is_held_already_is_not_copied_again(

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import torch
 
-from ...adapters.adapter import EXPERT_MODULES, BaseShape
+from ...adapters.adapter import EXPERT_MODULES, NARROW_MODULES, BaseShape
 from ...adapters.format.content import AdapterContent, LoraMatrices
 from ...adapters.format.tensor_file import BFLOAT16
 from ...adapters.packing.layout import AdapterLayout
@@ -132,7 +132,7 @@ class RecordingExecutor:
 
 
 def random_adapters(store: AdapterStore, layout: AdapterLayout, count: int, first: int = 0) -> list[AdapterRef]:
-    """Stores adapters of small random numbers, on all modules but those of experts, of `RANKS` in turn."""
+    """Stores adapters of small random numbers, of `RANKS` in turn, on what graphs record but for experts."""
     return [_stored(store, layout, RANKS[number % len(RANKS)], number) for number in range(first, first + count)]
 
 
@@ -144,7 +144,7 @@ def _stored(store: AdapterStore, layout: AdapterLayout, rank: int, seed: int) ->
 def _matrices(shape: BaseShape, rank: int, chance: np.random.Generator) -> dict[tuple[int, str], LoraMatrices]:
     matrices = {}
     for layer, (module, (num_in, num_out)) in itertools.product(range(shape.num_layers), shape.modules.items()):
-        if module not in EXPERT_MODULES and shape.has(layer, module):
+        if module not in (*EXPERT_MODULES, *NARROW_MODULES) and shape.has(layer, module):
             a, b = (
                 (0.01 * chance.standard_normal(size, dtype=np.float32)).astype(BFLOAT16)
                 for size in ((rank, num_in), (num_out, rank))

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...adapters.adapter import EXPERT_MODULES, name_of
+from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES, name_of
 from ..models.config import ModelConfig
 from .devices import Device
 
-_ROW_PARALLEL = ("o_proj", "down_proj", EXPERT_MODULES[2])  # cut along their inputs, the others along their outputs
+# Cut along their inputs, the others along their outputs.
+_ROW_PARALLEL = ("o_proj", "down_proj", EXPERT_MODULES[2], SHARED_MODULES[2])
 
 
 @dataclass(frozen=True)

@@ -395,6 +395,7 @@ class Runner:
             self._kv,
             states,
             self._states,
+            adapters is not None and adapters.has_narrow,
         )
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...], part: int = 0) -> StepAdapters | None:

@@ -8,12 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from ...adapters.adapter import (
     EXPERT_MODULES,
     MODULES,
     PER_LAYER_MODULES,
+    ROUTER,
+    SHARED_MODULES,
     BaseShape,
     ExpertShape,
     name_of,
@@ -99,7 +102,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> BaseShape:
-        """The shape that adapters must fit. A base with experts takes adapters of its attention and its experts."""
+        """The shape that adapters must fit."""
         hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         gated = self.family.gated_attention
         all_query = 2 * query if gated else query
@@ -122,10 +125,21 @@ class ModelConfig:
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
+        dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
         called = {gate: names.gate, up: names.up, down: names.down}
         are_parameters = names.are_fused or names.are_parameters
         shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters, names.are_fused)
-        return self._shape_of(attn | sparse, shape)
+        modules = attn | sparse | {ROUTER: (hidden, experts.num_experts)}
+        some_layers, paths = {ROUTER: layers}, {ROUTER: f"mlp.{names.router}"}
+        if dense_layers:
+            modules |= dense
+            some_layers |= dict.fromkeys(dense, dense_layers)
+        if experts.shared_intermediate_size:
+            shared = experts.shared_modules(hidden)
+            modules |= shared
+            some_layers |= dict.fromkeys(shared, layers)
+            paths |= {each: f"mlp.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
+        return self._shape_of(modules, shape, some_layers, paths)
 
     def _shape_of_sizes(self, sizes: LayerSizes) -> BaseShape:
         """Of layers of different sizes: those of a size that is not the first layer's have entries of their own."""
@@ -160,10 +174,16 @@ class ModelConfig:
             modules |= dict(zip(PER_LAYER_MODULES, ((hidden, width), (width, hidden), (hidden, width)), strict=True))
         return replace(self._shape_of(modules), layers=layers, copies=copies)
 
-    def _shape_of(self, modules: dict[str, tuple[int, int]], experts: ExpertShape | None = None) -> BaseShape:
-        """`modules`: without those of layers with a recurrent state."""
+    def _shape_of(
+        self,
+        modules: dict[str, tuple[int, int]],
+        experts: ExpertShape | None = None,
+        some_layers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+        paths: Mapping[str, str] = MappingProxyType({}),
+    ) -> BaseShape:
+        """`modules`: without those of layers with a recurrent state. `some_layers`: of modules that not all have."""
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
-        layers = dict.fromkeys(recurrent, self.recurrent_layers)
+        layers = {**some_layers, **dict.fromkeys(recurrent, self.recurrent_layers)}
         if recurrent:
             layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
         return BaseShape(
@@ -175,6 +195,7 @@ class ModelConfig:
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
             output_groups={} if self.recurrent is None else self.recurrent.output_groups,
+            paths=paths,
             is_wrapped=self.is_wrapped,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...adapters.adapter import NARROW_MODULES, SHARED_MODULES
 from ...kernels.experts import Routing
 from .family import Family
 
@@ -27,6 +28,13 @@ class ExpertConfig:
     def top_k(self) -> int:
         """Experts that compute a row."""
         return self.routing.top_k
+
+    def shared_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the linears of the expert that computes every row, and of its gate."""
+        width = self.shared_intermediate_size or 0
+        sides = ((hidden, width), (hidden, width), (width, hidden))
+        gate = {NARROW_MODULES[0]: (hidden, 1)} if self.shared_is_gated else {}
+        return dict(zip(SHARED_MODULES, sides, strict=True)) | gate
 
     @staticmethod
     def from_values(values: Mapping[str, Any], family: Family) -> ExpertConfig | None:

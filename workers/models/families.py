@@ -22,9 +22,7 @@ from .sliding import (
 
 _QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 # DeepSeek V3's names and routing, which others have taken over.
-_DEEPSEEK_EXPERTS = replace(
-    _QWEN_EXPERTS, bias="gate.e_score_correction_bias", shared="shared_experts", shared_gate="", are_parameters=True
-)
+_DEEPSEEK_EXPERTS = replace(_QWEN_EXPERTS, bias="gate.e_score_correction_bias", shared="shared_experts", shared_gate="")
 _DEEPSEEK_ROUTING = Routing(scoring="sigmoid", has_bias=True, eps=1e-20)
 
 COMMON: dict[str, Any] = {

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ...adapters.adapter import PER_LAYER_MODULES
+from ...adapters.adapter import NARROW_MODULES, PER_LAYER_MODULES, ROUTER, SHARED_MODULES
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.quantised import QuantisedWeight, joined
 from .config import ModelConfig
@@ -19,8 +19,10 @@ from .layers import (
     GatedMlp,
     HeadNorm,
     LoraLinear,
+    NarrowLinear,
     RecurrentMixer,
     SharedExpert,
+    WideLinear,
 )
 from .recurrent_rules import load_rule
 from .sharding import ModelSharding, Range
@@ -236,7 +238,7 @@ class _LayerLoader:
             gate_up, down = self._single_experts(names)
         router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.are_fused else {}
         return ExpertMlp(
-            router=self._pack(self._rows(router, hidden, config.num_experts, None)),
+            router=self._narrow(ROUTER, router, hidden, config.num_experts, biases.pop("router_bias", None)),
             gate_up=self._pack_experts(torch.stack(gate_up)),
             down=self._pack_experts(torch.stack(down)),
             first=first,
@@ -330,14 +332,20 @@ class _LayerLoader:
         if config is None or config.shared_intermediate_size is None:
             return None
         path, width = f"{names.block}.{names.shared}", config.shared_intermediate_size
+        gate_up = torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])
+        down = self._columns(f"{path}.down_proj", width, hidden, part)
         gate = None
         if config.shared_is_gated:
-            gate = self._pack(self._rows(f"{names.block}.{names.shared_gate}", hidden, 1, None))
+            gate = self._narrow(NARROW_MODULES[0], f"{names.block}.{names.shared_gate}", hidden, 1, None)
+        places = self._places(*SHARED_MODULES)
         return SharedExpert(
-            self._pack(torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])),
-            self._pack(self._columns(f"{path}.down_proj", width, hidden, part)),
-            gate,
+            WideLinear(self._pack(gate_up), None, places[:2]), WideLinear(self._pack(down), None, places[2:]), gate
         )
+
+    def _narrow(self, module: str, name: str, num_in: int, num_out: int, bias: torch.Tensor | None) -> NarrowLinear:
+        """A linear that is whole on every worker."""
+        weight, shape = self._pack(self._rows(name, num_in, num_out, None)), self._config.shape
+        return NarrowLinear(weight, bias, self._places(module), num_out + shape.padding(module))
 
     def _head_norm(self, has_kv: bool) -> HeadNorm | None:
         config, layer = self._config, self._index

@@ -42,6 +42,7 @@ class ForwardContext:
     kv: tuple[LayerKV, ...]  # by layer with attention, views of the pool
     states: StateBatch | None = None  # None: no layer has a recurrent state
     state_places: tuple[LayerState, ...] = ()  # by layer with a recurrent state
+    has_narrow_lora: bool = False  # an adapter has LoRA of a router or of a shared expert's gate
     tokens: TokenEmbeddings | None = None  # None: no layer takes of its token what is not in the residual
 
 
@@ -64,6 +65,32 @@ class LoraLinear:
         if context.lora is not None:
             context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
         return y
+
+
+@dataclass(frozen=True)
+class WideLinear(LoraLinear):
+    """A linear whose weight has 16 or 32 bits where those of the layer's own projections may have eight."""
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        y = context.kernels.linear(x, self.weight, self.bias)
+        if context.lora is not None:
+            context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
+        return y
+
+
+@dataclass(frozen=True)
+class NarrowLinear(LoraLinear):
+    """A linear of few outputs: its adapters' outputs are padded, see `BaseShape.padding`."""
+
+    padded_out: int
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        y = context.kernels.linear(x, self.weight, self.bias)
+        if context.lora is None or not context.has_narrow_lora:
+            return y
+        padded = y.new_zeros(len(y), self.padded_out)
+        context.kernels.lora.add(padded, x, context.pool, layer, context.lora, self.modules)
+        return y + padded[:, : y.shape[1]]
 
 
 @dataclass(frozen=True)
@@ -233,16 +260,14 @@ EXPERT_GATE_UP, EXPERT_DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
 class SharedExpert:
     """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE) or as it is (DeepSeek)."""
 
-    gate_up: LinearWeight  # [2 * this worker's features, hidden]
-    down: LinearWeight  # [hidden, this worker's features]
-    gate: LinearWeight | None  # [1, hidden]
+    gate_up: WideLinear  # to 2 * this worker's features
+    down: WideLinear
+    gate: NarrowLinear | None  # to 1
 
-    def __call__(self, x: torch.Tensor, activation: Activation, context: ForwardContext) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, layer: int, activation: Activation, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
-        kernels = context.kernels
-        inner = kernels.gated(kernels.linear(x, self.gate_up, None), activation)
-        y = kernels.linear(inner, self.down, None)
-        return y if self.gate is None else kernels.linear(x, self.gate, None).sigmoid() * y
+        y = self.down(context.kernels.gated(self.gate_up(x, layer, context), activation), layer, context)
+        return y if self.gate is None else self.gate(x, layer, context).sigmoid() * y
 
 
 @dataclass(frozen=True)
@@ -253,7 +278,7 @@ class ExpertMlp:
     all rows and a partial sum of all outputs, and one all-reduce adds the partial sums up, as for a dense MLP.
     """
 
-    router: LinearWeight  # [num_experts, hidden]: its outputs are the scores of the experts
+    router: NarrowLinear  # its outputs are the scores of the experts
     gate_up: ExpertWeight  # [this worker's experts, 2 * its features, hidden]
     down: ExpertWeight  # [this worker's experts, hidden, its features]
     first: int  # index of this worker's first expert
@@ -262,15 +287,13 @@ class ExpertMlp:
     activation: Activation
     shared: SharedExpert | None
     choice_bias: torch.Tensor | None = None  # [num_experts] float32, of the scores for the choice alone
-    router_bias: torch.Tensor | None = None  # [num_experts]
     gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
     down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, lora = context.kernels.experts, context.kernels.lora
         # Every worker chooses by itself; the same x gives the same choice.
-        scores = context.kernels.linear(x, self.router, self.router_bias)
-        chosen, weights = choose_experts(scores, self.routing, self.choice_bias)
+        chosen, weights = choose_experts(self.router(x, layer, context), self.routing, self.choice_bias)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
         adapters = None
         if context.expert_lora is not None:
@@ -285,5 +308,5 @@ class ExpertMlp:
             lora.add(down, inner, context.pool, layer, adapters, EXPERT_DOWN)
         y = kernels.combine(down, groups, len(x))
         if self.shared is not None:
-            y = y + self.shared(x, self.activation, context)
+            y = y + self.shared(x, layer, self.activation, context)
         return y

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...adapters.adapter import EXPERT_MODULES, BaseShape, name_of
+from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES, BaseShape, name_of
 from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
 from ..config import ExpertSharding, KVDtype
@@ -144,6 +144,10 @@ class ModelSharding:
         sharding = None
         if self.degree > 1:
             outputs, inputs = self._cut(self.config.shape)
+            if self.config.experts is not None:
+                gate, up, down = SHARED_MODULES
+                outputs |= {gate: self.shared_features, up: self.shared_features}
+                inputs |= {down: self.shared_features}
             if self.config.experts is not None and self.expert_sharding == "tensor":
                 gate, up, down = EXPERT_MODULES
                 outputs |= {gate: self.expert_features, up: self.expert_features}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.adapter import EXPERT_MODULES, MAX_RANK
+from ...adapters.adapter import EXPERT_MODULES, MAX_RANK, NARROW_MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.backend import Kernels
 from ...kernels.expert_lora import ExpertLoraBatch
@@ -20,6 +20,7 @@ class StepAdapters:
 
     lora: LoraBatch
     experts: ExpertLoraBatch | None  # None: no adapter has parts for experts
+    has_narrow: bool = False  # an adapter has LoRA of NARROW_MODULES
 
 
 class AdapterTables:
@@ -34,6 +35,7 @@ class AdapterTables:
             sides = tuple(widths.get(module, (0, 0)) for module in modules)
             return LoraGeometry(layout.shape.num_layers, layout.slab, layout.tile, sides)
 
+        self._narrow = [place for place, entry in enumerate(layout.shape.dense_modules) if entry in NARROW_MODULES]
         self._geometry, self._experts = of(layout.shape.dense_modules), layout.shape.experts
         self._expert_geometry = of(EXPERT_MODULES) if self._experts is not None else None
 
@@ -51,7 +53,8 @@ class AdapterTables:
         experts = None
         if self._expert_geometry is not None:
             experts = self._kernels.expert_lora.prepare(segments, self._expert_geometry, self._device)
-        return StepAdapters(self._kernels.lora.prepare(segments, self._geometry, self._device), experts)
+        has_narrow = any(segment.adapter.modules[place].rank for segment in segments for place in self._narrow)
+        return StepAdapters(self._kernels.lora.prepare(segments, self._geometry, self._device), experts, has_narrow)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
         """Tables for the adapters of `num_rows` and `num_segments`; None: graphs cannot have adapters of this base."""
@@ -83,7 +86,12 @@ class AdapterTables:
         return StepAdapters(dense, experts)
 
     def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
-        """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` is undefined."""
+        """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` is undefined.
+
+        LoRA of routers and gates is not recorded, since steps without it would launch its kernels, too.
+        """
+        if step.has_narrow:
+            return False
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"
         if expert_lora is None or reserved.experts is None:

@@ -17,6 +17,7 @@ from ...kernels.step import (
     AddExpertLora,
     AddGated,
     AddLora,
+    AddNarrowLora,
     AddNorm,
     Attend,
     ChooseExperts,
@@ -47,6 +48,7 @@ from .layers import (
     ExpertMlp,
     GatedMlp,
     LoraLinear,
+    NarrowLinear,
     RecurrentMixer,
 )
 
@@ -61,8 +63,9 @@ RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, INNER = range(8)
 SCORES, PAIRS, PAIRS_GATE_UP, PAIRS_INNER, PAIRS_OUTPUT = range(8, 13)
 SHARED_GATE_UP, SHARED_INNER, SHARED_OUTPUT, SHARED_GATE = range(13, 17)
 RECURRENT, MIXED = 17, 18
-EMBEDDED, OWN, INPUT_GATE, JOINED, INPUT = range(19, 24)
-NUM_NAMES = 24
+PADDED_SCORES, PADDED_GATE = 19, 20  # what adapters add to scores and gates
+EMBEDDED, OWN, INPUT_GATE, JOINED, INPUT = range(21, 26)
+NUM_NAMES = 26
 
 
 def prepare_step(
@@ -133,7 +136,7 @@ def program_of(
     )
 
 
-_REGISTERS = ("x", "to", "residual", "gate", "beside")  # fields of operations
+_REGISTERS = ("x", "to", "residual", "gate", "beside", "padded")  # fields of operations
 
 
 def _named(operation: Operation, widths: Mapping[int, int], registers: dict[tuple[int, int], int]) -> Operation:
@@ -162,11 +165,13 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     else:
         assert isinstance(mlp, ExpertMlp)
         gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
-        widths |= {SCORES: mlp.num_experts, PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
+        widths |= {SCORES: mlp.num_experts, PADDED_SCORES: mlp.router.padded_out}
+        widths |= {PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
         widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
         if mlp.shared is not None:
-            widths |= {SHARED_GATE_UP: mlp.shared.gate_up.num_out, SHARED_INNER: mlp.shared.down.num_in}
-            widths |= {SHARED_OUTPUT: hidden, SHARED_GATE: 0 if mlp.shared.gate is None else 1}
+            shared, down, gate = mlp.shared.gate_up.weight, mlp.shared.down.weight, mlp.shared.gate
+            widths |= {SHARED_GATE_UP: shared.num_out, SHARED_INNER: down.num_in, SHARED_OUTPUT: hidden}
+            widths |= {} if gate is None else {SHARED_GATE: 1, PADDED_GATE: gate.padded_out}
     if (end := layer.end) is not None:
         assert isinstance(end, LayerInput)
         widths |= {OWN: end.embedding_projection.weight.num_out, INPUT_GATE: end.gate.weight.num_out}
@@ -249,7 +254,7 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
         return
     assert isinstance(mlp, ExpertMlp)
     hidden, inner = mlp.down.num_out, mlp.down.num_in
-    yield Linear(x, SCORES, mlp.router, mlp.router_bias)
+    yield from _narrow(mlp.router, x, SCORES, PADDED_SCORES, layer.index)
     yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias)
     yield TakePairs(x, PAIRS)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
@@ -259,18 +264,23 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
     yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
     yield CombinePairs(PAIRS_OUTPUT, OUTPUT)
     if (shared := mlp.shared) is not None:
-        yield Linear(x, SHARED_GATE_UP, shared.gate_up, None)
+        yield from _linear(shared.gate_up, x, SHARED_GATE_UP, layer.index)
         yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
-        yield Linear(SHARED_INNER, SHARED_OUTPUT, shared.down, None)
+        yield from _linear(shared.down, SHARED_INNER, SHARED_OUTPUT, layer.index)
         if shared.gate is None:
             yield Add(SHARED_OUTPUT, OUTPUT)
         else:
-            yield Linear(x, SHARED_GATE, shared.gate, None)
+            yield from _narrow(shared.gate, x, SHARED_GATE, PADDED_GATE, layer.index)
             yield AddGated(SHARED_OUTPUT, SHARED_GATE, OUTPUT)
 
 
 def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: int, num_out: int) -> AddExpertLora:
     return AddExpertLora(x, to, layer, modules, len(EXPERT_MODULES), num_in, num_out)
+
+
+def _narrow(linear: NarrowLinear, x: int, to: int, padded: int, layer: int) -> Iterator[Operation]:
+    yield Linear(x, to, linear.weight, linear.bias)
+    yield AddNarrowLora(x, to, padded, layer, linear.modules)
 
 
 def _linear(linear: LoraLinear, x: int, to: int, layer: int) -> Iterator[Operation]:
