@@ -28,6 +28,7 @@ from transformers import (
     CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -46,6 +47,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -320,6 +322,16 @@ VARIANTS: Mapping[str, Variant] = {
             sliding_window=12,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             rope_parameters={**LLAMA3_ROPE},
+        )
+    ),
+    "olmoe": Variant(
+        lambda: OlmoeConfig(
+            **SHAPE | {"intermediate_size": 40}, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+        )
+    ),
+    "flex_olmo": Variant(
+        lambda: FlexOlmoConfig(
+            **SHAPE | {"intermediate_size": 40, "num_key_value_heads": 1}, num_experts=5, num_experts_per_tok=3
         )
     ),
     "olmo2": Variant(lambda: Olmo2Config(**SHAPE, attention_bias=True, rope_parameters=WIDE_ROPE)),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, Ministral3Config, PreTrainedConfig
+from transformers import GptOssConfig, Ministral3Config, Olmo3Config, PreTrainedConfig
 
 from motet.adapters.adapter import EXPERT_MODULES, MODULES, SHARED_MODULES
 from motet.kernels.norms import ACTIVATIONS
@@ -461,6 +461,21 @@ def test_layers_that_guess_tokens_are_left_out_and_the_choice_stays_in_float32(t
     assert mlp.choice_bias is not None and mlp.router.weight.dtype == torch.bfloat16
     expected = stored["model.layers.2.mlp.gate.e_score_correction_bias"]
     torch.testing.assert_close(mlp.choice_bias, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("keys", [{"rope_theta": 77.0}, PUBLISHED["OLMo 3"] | {"rope_theta": 77.0}])
+def test_what_olmo_3_says_of_its_rotary_embedding_outside_of_layers_is_of_full_attention(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """As transformers reads it: the others have the family's default."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "architectures": ["Olmo3ForCausalLM"]}
+    raw = {key: value for key, value in RAW.items() if key != "rope_theta"} | keys | kinds
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    expected = Olmo3Config(**raw).rope_parameters
+    actual = ModelConfig.from_folder(tmp_path).rotaries
+    for rotary, kind in zip(actual, kinds["layer_types"], strict=True):
+        assert (rotary.theta, rotary.kind) == (expected[kind]["rope_theta"], expected[kind]["rope_type"])
+    assert [rotary.theta for rotary in actual] == [500_000.0, 77.0]
 
 
 @pytest.mark.parametrize(

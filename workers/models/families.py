@@ -90,6 +90,7 @@ _DELTA: dict[str, Any] = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_OLMO_MOE: dict[str, Any] = {"attention_bias": False, "norm_topk_prob": False}
 _QWEN3_5 = Family(
     "qwen3_5",
     "qwen3_5_text",
@@ -479,6 +480,22 @@ FAMILIES = {
         post_norms=_POST_NORMS,
         slides=three_of_four,
         only_windows_rotate=True,
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        "olmoe",
+        COMMON | _OLMO_MOE | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+        qk_norm=True,
+        qk_norm_spans_heads=True,
+        experts=_QWEN_EXPERTS,
+    ),
+    "FlexOlmoForCausalLM": replace(
+        _OLMO2,
+        name="flex_olmo",
+        model_type="flex_olmo",
+        defaults=COMMON | _OLMO_MOE | {"num_experts": 7, "num_experts_per_tok": 5},
+        rope_theta=500_000.0,
+        experts=_QWEN_EXPERTS,
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(
