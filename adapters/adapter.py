@@ -65,6 +65,11 @@ class ExpertShape:
     are_parameters: bool = False  # of the layer, and no modules: `target_parameters` alone can name them
     takes_turns: bool = False  # outputs of the first parameter are those of gate and of up in turn
 
+    @property
+    def parameters_path(self) -> str:
+        """Where transformers has the parameters of all experts, within a layer."""
+        return "mlp.experts" if self.block else "experts"
+
 
 @dataclass(frozen=True)
 class OutputGroups:
@@ -200,7 +205,8 @@ class BaseShape:
         """The name of a module within a layer of this base."""
         match = _EXPERT.fullmatch(module)
         if match is not None and self.experts is not None:
-            return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
+            block = f"{self.experts.block}." if self.experts.block else ""
+            return f"{block}experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
         if module in self.fused:
             return f"{self.path(self.fused[module][0]).rpartition('.')[0]}.{module}"
         return self.paths.get(module) or PATHS.get(module, f"mlp.{module}")
@@ -212,7 +218,7 @@ class BaseShape:
         A router is also known where the base's files have it, as before transformers 5.
         """
         paths = {self.path(name): name for name in self.names if name not in EXPERT_MODULES}
-        if self.experts is not None and ROUTER in self.modules:
+        if self.experts is not None and self.experts.block and ROUTER in self.modules:
             paths[f"{self.experts.block}.{self.path(ROUTER).rpartition('.')[2]}"] = ROUTER
         return paths
 

@@ -46,10 +46,10 @@ FUSED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
-_PATH = "mlp.experts"  # of every family, Mixtral's included
+_PATH = "mlp.experts"  # of nearly every family, Mixtral's included
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
-    r"\.mlp\.experts(?P<inner>\.base_layer)?"
+    r"\.(?:mlp\.)?experts(?P<inner>\.base_layer)?"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 
@@ -90,7 +90,8 @@ def resolve_parameters(
     if not config.target_parameters:
         return {}
     layers = () if shape.experts is None else shape.experts.layers
-    keys = {f"model.layers.{layer}.{_PATH}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
+    path = _PATH if shape.experts is None else shape.experts.parameters_path
+    keys = {f"model.layers.{layer}.{path}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
     keys |= {f"model.layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
     valid_names = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:

@@ -32,6 +32,7 @@ from transformers import (
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
     Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -304,6 +305,22 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         sharded=True,
     ),
+    "gemma4_moe": Variant(
+        lambda: Gemma4TextConfig(
+            **SHAPE,
+            head_dim=16,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=14,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=3,
+            moe_intermediate_size=40,
+        )
+    ),
     "cohere": Variant(lambda: CohereConfig(**COHERE | {"num_key_value_heads": 1}, tie_word_embeddings=True)),
     "cohere2": Variant(
         lambda: Cohere2Config(
@@ -435,6 +452,20 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         image_token_index=152,
         boi_token_index=150,
         eoi_token_index=151,
+    ),
+    "gemma4_vision": lambda: Gemma4Config(
+        text_config={
+            **WRAPPED_TEXT,
+            **{"pad_token_id": 0, "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 24, "sliding_window": 12},
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            **{"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1},
+        },
+        vision_config={
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+        },
+        audio_config=None,  # tokens of pictures have other inputs of layers, so that none is chosen here
+        **dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), VOCAB_SIZE + 1),
     ),
     "mistral3_vision": lambda: Mistral3Config(
         text_config={**WRAPPED_TEXT, "model_type": "mistral", "head_dim": 20, "sliding_window": None},
@@ -804,6 +835,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
                 parameter.data += 1.0
                 if is_gemma4 and "q_norm" in name:  # scores are not scaled by the heads' size
                     parameter.data *= 0.25
+            elif is_gemma4 and "scale" in name:  # of the router's input, which is divided by a root, and of experts
+                parameter.data += 8.0 if name.endswith("router.scale") else 1.0
             elif "A_log" in name:  # states that last for a few tokens, and for many
                 parameter.data -= torch.linspace(0.0, 4.0, len(parameter))
             elif "sinks" in name:

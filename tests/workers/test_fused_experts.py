@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from dataclasses import dataclass
@@ -72,8 +73,13 @@ def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) ->
         options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
     else:
         options = RECIPES[recipe]
-        if options.get("target_parameters") == [ROUTER] and "gpt_oss" in str(model_path):
+        is_router = options.get("target_parameters") == [ROUTER]
+        if is_router and "gpt_oss" in str(model_path):
             options = {**options, "target_parameters": ["router.weight"]}
+        if "gemma4" in str(model_path):  # beside a dense MLP, and the router is a linear
+            options = json.loads(json.dumps(options).replace("mlp.", "").replace(r"mlp\\\\.", ""))
+            if is_router:
+                options = {**options, "target_parameters": None, "target_modules": ["router.proj"]}
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(len(recipe))
@@ -113,7 +119,17 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"],
+    params=[
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gpt_oss",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "glm4_moe",
+        "minimax_m2",
+        "gemma4_moe",
+    ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)

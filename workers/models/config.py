@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ...adapters.adapter import (
-    EXPERT_MODULES,
     MODULES,
     PER_LAYER_MODULES,
     ROUTER,
@@ -122,14 +121,10 @@ class ModelConfig:
             return self._shape_of_sizes(self.sizes)
         if experts is None or names is None:
             return self._shape_of(attn | dense)
-        width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
-        sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
-        layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
+        shape = experts.shape(names)
+        layers = shape.layers
         dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
-        called = {gate: names.gate, up: names.up, down: names.down}
-        are_parameters = names.are_fused or names.are_parameters
-        shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters, names.are_fused)
-        modules = attn | sparse | {ROUTER: (hidden, experts.num_experts)}
+        modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
         some_layers, paths = {ROUTER: layers}, {ROUTER: f"mlp.{names.router}"}
         if dense_layers:
             modules |= dense
@@ -172,7 +167,12 @@ class ModelConfig:
             add(layer, "down_proj", mlp == self.intermediate_size, "wide", mlp, hidden)
         if width:
             modules |= dict(zip(PER_LAYER_MODULES, ((hidden, width), (width, hidden), (hidden, width)), strict=True))
-        return replace(self._shape_of(modules), layers=layers, copies=copies)
+        shape, paths, experts = None, dict[str, str](), self.experts
+        if experts is not None and self.family.experts is not None:
+            modules |= experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
+            paths = {ROUTER: self.family.experts.router}
+            shape = experts.shape(self.family.experts)
+        return replace(self._shape_of(modules, shape, layers, paths), copies=copies)
 
     def _shape_of(
         self,

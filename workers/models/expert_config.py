@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...adapters.adapter import NARROW_MODULES, SHARED_MODULES
+from ...adapters.adapter import EXPERT_MODULES, NARROW_MODULES, SHARED_MODULES, ExpertShape
 from ...kernels.experts import Routing
-from .family import Family
+from .family import ExpertNames, Family
 
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -23,11 +23,28 @@ class ExpertConfig:
     shared_intermediate_size: int | None  # of the expert that computes every row; None: there is none
     shared_is_gated: bool  # its output is weighted by a gate of its own
     layers: tuple[bool, ...]  # True: experts, False: a dense MLP
+    is_beside: bool = False  # layers with experts have a dense MLP too
+
+    def has_dense(self, layer: int) -> bool:
+        """Whether a layer has a dense MLP."""
+        return self.is_beside or not self.layers[layer]
 
     @property
     def top_k(self) -> int:
         """Experts that compute a row."""
         return self.routing.top_k
+
+    def routed_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of EXPERT_MODULES."""
+        width, gate, up, down = self.intermediate_size, *EXPERT_MODULES
+        return {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
+
+    def shape(self, names: ExpertNames) -> ExpertShape:
+        """What adapters of the experts must fit."""
+        layers = tuple(layer for layer, has_experts in enumerate(self.layers) if has_experts)
+        called = dict(zip(EXPERT_MODULES, (names.gate, names.up, names.down), strict=True))
+        are_parameters = names.are_fused or names.are_parameters
+        return ExpertShape(self.num_experts, layers, names.block, called, are_parameters, names.are_fused)
 
     def shared_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linears of the expert that computes every row, and of its gate."""
@@ -44,8 +61,14 @@ class ExpertConfig:
         """
         if family.experts is None:
             return None
+        if not values.get("enable_moe_block", True):
+            return None
+        top_k_key = "top_k_experts" if "top_k_experts" in values else "num_experts_per_tok"
+        for key in (*_COUNT_KEYS, top_k_key, "moe_intermediate_size"):
+            if key in values and values[key] is None:
+                raise KeyError(key)
         num_experts = next(int(values[key]) for key in _COUNT_KEYS if key in values)
-        top_k, step = int(values["num_experts_per_tok"]), int(values.get("decoder_sparse_step", 1))
+        top_k, step = int(values[top_k_key]), int(values.get("decoder_sparse_step", 1))
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
         dense |= {*range(int(values.get("first_k_dense_replace", 0)))}
         layers = tuple(
@@ -55,7 +78,7 @@ class ExpertConfig:
         if not any(layers):
             return None
         if top_k > num_experts:
-            raise ValueError(f"num_experts_per_tok = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
+            raise ValueError(f"{top_k_key} = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
         width = int(values.get("moe_intermediate_size", values["intermediate_size"]))
         routing = replace(
             family.routing,
@@ -75,6 +98,7 @@ class ExpertConfig:
             else values.get("shared_expert_intermediate_size"),
             shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
+            is_beside=family.experts_beside,
         )
 
 

@@ -451,6 +451,15 @@ FAMILIES = {
         has_value_norm=True,
         attention_scale=1.0,
         has_layer_scalars=True,
+        experts=ExpertNames(
+            *("", "gate_proj", "up_proj", "down_proj"),
+            router="router.proj",
+            shared_gate="",
+            are_parameters=True,
+            factors="router.per_expert_scale",
+        ),
+        experts_beside=True,
+        always_normalized=True,
     ),
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": replace(

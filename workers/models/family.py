@@ -30,6 +30,12 @@ class ExpertNames:
     shared_gate: str = "shared_expert_gate"  # empty: it is added as it is
     are_fused: bool = False
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
+    factors: str = ""  # of the experts' weights, once chosen; empty: none
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names within a layer."""
+        return f"{self.block}." if self.block else ""
 
 
 RecurrentRule = Literal["delta", "grouped_delta"]  # see `recurrent_config.py`
@@ -84,6 +90,7 @@ class Family:
     recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention; None: none has
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
     reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
+    experts_beside: bool = False  # layers with experts have a dense MLP too: see `layers.ExpertsBeside`
     sizes_differ: bool = False  # between layers: see `layer_sizes.py`
     last_is_full: bool = False  # the last layer sees all tokens, whatever `layer_types` says
     has_value_norm: bool = False  # RMS norm without weights over each head of v

@@ -16,6 +16,7 @@ from .layers import (
     Attention,
     DecoderLayer,
     ExpertMlp,
+    ExpertsBeside,
     GatedMlp,
     HeadNorm,
     LoraLinear,
@@ -40,12 +41,13 @@ def load_layer(
     loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
     assert config.residual_multiplier == 1.0 or config.family.post_norms is None
     has_experts = config.experts is not None and config.experts.layers[index]
+    is_beside = has_experts and config.family.experts_beside
     post_norms = config.family.post_norms or (None, None)
     loader.split_fused()
     return DecoderLayer(
         index,
         loader.recurrent() if index in config.recurrent_layers else loader.attention(),
-        loader.experts() if has_experts else loader.mlp(),
+        loader.experts() if has_experts and not is_beside else loader.mlp(),
         attention_norm=loader.norm(config.family.attention_norm),
         mlp_norm=loader.norm(config.family.mlp_norm),
         attention_post_norm=loader.norm(post_norms[0]),
@@ -53,6 +55,7 @@ def load_layer(
         norm_eps=residual_eps(config),
         centred_norms=config.family.centred_norms,
         is_parallel=config.family.is_parallel,
+        beside=loader.experts_beside() if is_beside else None,
         end=None if inputs is None else loader.input(inputs),
         scalar=loader.scalar(),
     )
@@ -232,11 +235,11 @@ class _LayerLoader:
         hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
         if names.are_fused:
             gate_up, down = self._fused_experts(names)
-        elif f"{self.prefix}{names.block}.experts.gate_up_proj" in self._checkpoint:
+        elif f"{self.prefix}{names.prefix}experts.gate_up_proj" in self._checkpoint:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
-        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.are_fused else {}
+        router, biases = f"{names.prefix}{names.router}", self._expert_biases(names) if names.are_fused else {}
         return ExpertMlp(
             router=self._narrow(ROUTER, router, hidden, config.num_experts, biases.pop("router_bias", None)),
             gate_up=self._pack_experts(torch.stack(gate_up)),
@@ -246,7 +249,8 @@ class _LayerLoader:
             routing=config.routing,
             activation=self._config.activation,
             shared=self._shared_expert(names),
-            choice_bias=self._choice_bias(f"{names.block}.{names.bias}"),
+            choice_bias=self._choice_bias(f"{names.prefix}{names.bias}"),
+            factors=self._factors(names),
             **biases,
         )
 
@@ -258,7 +262,7 @@ class _LayerLoader:
         (first, stop), part = self._sharding.experts, self._sharding.expert_features
         gate_up, down = [], []
         for expert in range(config.num_experts):
-            path = f"{names.block}.experts.{expert}."
+            path = f"{names.prefix}experts.{expert}."
             if first <= expert < stop:
                 halves = [self._rows(path + name, hidden, width, part) for name in (names.gate, names.up)]
                 gate_up.append(torch.cat(halves))
@@ -276,7 +280,7 @@ class _LayerLoader:
         hidden, width = self._config.hidden_size, config.intermediate_size
         part = slice(*self._sharding.expert_features)
         gate_up, down = (
-            self._one_by_one(f"{names.block}.experts.{name}", shape)
+            self._one_by_one(f"{names.prefix}experts.{name}", shape)
             for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
         )
         return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [
@@ -299,7 +303,7 @@ class _LayerLoader:
         hidden, width = self._config.hidden_size, config.intermediate_size
         part = slice(*self._sharding.expert_features)
         gate_up, down = (
-            self._one_by_one(f"{names.block}.experts.{name}", shape)
+            self._one_by_one(f"{names.prefix}experts.{name}", shape)
             for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
         )
         halves = [torch.cat((both[:, 0::2][:, part], both[:, 1::2][:, part]), dim=1).T for both in gate_up]
@@ -320,6 +324,21 @@ class _LayerLoader:
             "down_bias": down if part.start == 0 else None,
         }
 
+    def experts_beside(self) -> ExpertsBeside:
+        config, names = self._config, ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2")
+        dense_post_norm, norm, post_norm = (self.norm(name) for name in (*names, "post_feedforward_layernorm_2"))
+        assert dense_post_norm is not None and norm is not None and post_norm is not None
+        router = self._checkpoint.take(f"{self.prefix}router.scale", (config.hidden_size,)).float()
+        norms = router * config.hidden_size**-0.5, norm, post_norm, dense_post_norm
+        return ExpertsBeside(self.experts(), *norms, config.norm_eps)
+
+    def _factors(self, names: ExpertNames) -> torch.Tensor | None:
+        config = self._config.experts
+        assert config is not None
+        if not names.factors:
+            return None
+        return self._checkpoint.take(f"{self.prefix}{names.factors}", (config.num_experts,)).float()
+
     def _choice_bias(self, name: str) -> torch.Tensor | None:
         config = self._config.experts
         assert config is not None
@@ -331,12 +350,12 @@ class _LayerLoader:
         config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
         if config is None or config.shared_intermediate_size is None:
             return None
-        path, width = f"{names.block}.{names.shared}", config.shared_intermediate_size
+        path, width = f"{names.prefix}{names.shared}", config.shared_intermediate_size
         gate_up = torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])
         down = self._columns(f"{path}.down_proj", width, hidden, part)
         gate = None
         if config.shared_is_gated:
-            gate = self._narrow(NARROW_MODULES[0], f"{names.block}.{names.shared_gate}", hidden, 1, None)
+            gate = self._narrow(NARROW_MODULES[0], f"{names.prefix}{names.shared_gate}", hidden, 1, None)
         places = self._places(*SHARED_MODULES)
         return SharedExpert(
             WideLinear(self._pack(gate_up), None, places[:2]), WideLinear(self._pack(down), None, places[2:]), gate

@@ -213,6 +213,7 @@ class DecoderLayer:
     norm_eps: float
     centred_norms: bool = False  # those before the halves are layer norms
     is_parallel: bool = False  # the MLP has the input that attention has
+    beside: ExpertsBeside | None = None
     end: LayerEnd | None = None
     scalar: float = 1.0  # of the layer's output
 
@@ -227,6 +228,8 @@ class DecoderLayer:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
         x, residual = self._enter(x, residual, self.mlp_norm, kernels)
         x = yield self.mlp(first if self.is_parallel else x, self.index, context)
+        if self.beside is not None:
+            x = yield from self.beside(x, residual, self.index, context)
         if self.mlp_post_norm is not None:
             x = kernels.rms_norm(x, self.mlp_post_norm, self.norm_eps)
         if not self.is_whole:
@@ -289,11 +292,16 @@ class ExpertMlp:
     choice_bias: torch.Tensor | None = None  # [num_experts] float32, of the scores for the choice alone
     gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
     down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
+    factors: torch.Tensor | None = None  # [num_experts] float32, of the experts' weights
 
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext, routed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`routed`: what the router reads; None: x."""
         kernels, lora = context.kernels.experts, context.kernels.lora
         # Every worker chooses by itself; the same x gives the same choice.
-        chosen, weights = choose_experts(self.router(x, layer, context), self.routing, self.choice_bias)
+        scores = self.router(x if routed is None else routed, layer, context)
+        chosen, weights = choose_experts(scores, self.routing, self.choice_bias, self.factors)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
         adapters = None
         if context.expert_lora is not None:
@@ -310,3 +318,24 @@ class ExpertMlp:
         if self.shared is not None:
             y = y + self.shared(x, layer, self.activation, context)
         return y
+
+
+@dataclass(frozen=True)
+class ExpertsBeside:
+    """Experts beside a layer's dense MLP: both outputs are normed and added (Gemma 4). Both read the residual."""
+
+    experts: ExpertMlp
+    router_norm: torch.Tensor  # [hidden] float32
+    norm: torch.Tensor  # [hidden], of what the experts read
+    post_norm: torch.Tensor  # of their output
+    dense_post_norm: torch.Tensor  # of that of the dense MLP
+    eps: float
+
+    def __call__(
+        self, dense: torch.Tensor, residual: torch.Tensor, layer: int, context: ForwardContext
+    ) -> Pass[torch.Tensor]:
+        """`dense`: the output of the dense MLP."""
+        norm = context.kernels.rms_norm
+        routed, x = (norm(residual, weight, self.eps) for weight in (self.router_norm, self.norm))
+        y = yield self.experts(x, layer, context, routed)
+        return norm(dense, self.dense_post_norm, self.eps) + norm(y, self.post_norm, self.eps)

@@ -189,7 +189,7 @@ class ModelSharding:
         if experts is None:
             return {"intermediate features": self.config.intermediate_size}
         counts = {"features of the shared expert": experts.shared_intermediate_size or 0}
-        if not all(experts.layers):
+        if any(map(experts.has_dense, range(self.config.num_layers))):
             counts["intermediate features"] = self.config.intermediate_size
         if self.expert_sharding == "tensor":
             counts["features of an expert"] = experts.intermediate_size
