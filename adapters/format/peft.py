@@ -144,7 +144,9 @@ _MODULES_BY_PATH = {path: module for module, path in MODULE_PATHS.items() if mod
 # for embeddings, and of one that takes pictures too, as transformers names its modules now and before version 4.52.
 TEXT_PREFIX = "model."
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", TEXT_PREFIX)
-_VISION_NAME = re.compile(r"base_model\.model\.(?:model\.)?(?:vision_tower|multi_modal_projector|visual)\.")
+_VISION_NAME = re.compile(
+    r"base_model\.model\.(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|visual)\."
+)
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight

@@ -71,8 +71,13 @@ def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) ->
         options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
     else:
         options = RECIPES[recipe]
-        if options.get("target_parameters") == [ROUTER] and "gpt_oss" in str(model_path):
-            options = {**options, "target_parameters": ["router.weight"]}
+        if "gpt_oss" in str(model_path) or "llama4" in str(model_path):
+            named = [name.replace(ROUTER, "router.weight") for name in options.get("target_parameters", ())]
+            if "llama4" in str(model_path):
+                named = [name.replace("mlp.", "feed_forward.") for name in named]
+                if recipe == "all_linear":  # PEFT takes its router for a linear, and cannot compute it
+                    options = {**options, "exclude_modules": ["router"]}
+            options = {**options, "target_parameters": named or None}
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(len(recipe))
@@ -111,7 +116,7 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "glm4_moe", "minimax_m2"],
+    params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "glm4_moe", "minimax_m2", "llama4"],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)

@@ -311,7 +311,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         always += hidden if shared and experts.shared_is_gated else 0
         per_expert = 3 * hidden * experts.intermediate_size
         sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
-        if model.family.experts is not None and model.family.experts.are_fused:  # with biases, and the router too
+        if model.family.experts is not None and model.family.experts.take_turns:  # with biases, and the router too
             sparse += experts.num_experts * (2 * experts.intermediate_size + hidden + 1)
     num_dense = layers - num_sparse
     embedding = model.vocab_size * hidden
@@ -319,7 +319,11 @@ def model_size(model: ModelConfig) -> ModelSize:
     family = model.family
     num_norms = sum(name is not None for name in (family.attention_norm, family.mlp_norm, *(family.post_norms or ())))
     norms = (layers * num_norms + 1) * hidden
-    norms += num_attention * (query + kv if family.qk_norm_spans_heads else 2 * dim) * model.qk_norm
+    norms += (
+        num_attention
+        * (query + kv if family.qk_norm_spans_heads else 2 * dim)
+        * (model.qk_norm and family.qk_norm_has_weights)
+    )
     all_products, recurrent = num_attention * products, model.recurrent
     small = num_attention * model.num_heads * model.family.has_sinks  # weights of what is no linear
     if recurrent is not None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from ...adapters.adapter import EXPERT_MODULES, MODULES, ROUTER, SHARED_MODULES, BaseShape, ExpertShape, packing_order
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
+from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .architectures import WRAPPERS, family_of
@@ -20,7 +21,15 @@ from .expert_config import ExpertConfig
 from .family import Family, Wrapper
 from .quantised_config import Quantisation, read_quantisation
 from .recurrent_config import RecurrentConfig
-from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
+from .rotary_config import (
+    CHUNK_SCALING,
+    NO_ROTARY,
+    RotaryConfig,
+    head_order,
+    layer_rotaries,
+    with_default_rope,
+    without_axes,
+)
 from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
 
@@ -98,25 +107,35 @@ class ModelConfig:
             "down_proj": (self.intermediate_size, hidden),
         }
         experts, names = self.experts, self.family.experts
+        dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
         if experts is None or names is None:
-            return self._shape_of(attn | dense)
+            return self._shape_of(attn | dense, paths=dense_paths)
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
         dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
         called = {gate: names.gate, up: names.up, down: names.down}
-        are_parameters = names.are_fused or names.are_parameters
-        shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters, names.are_fused)
+        shape = ExpertShape(
+            experts.num_experts,
+            layers,
+            names.block,
+            called,
+            are_parameters=names.are_fused or names.are_parameters,
+            takes_turns=names.take_turns,
+            parameters=f"{names.mlp}.experts",
+            swaps_sides=names.swaps_sides,
+        )
         modules = attn | sparse | {ROUTER: (hidden, experts.num_experts)}
-        some_layers, paths = {ROUTER: layers}, {ROUTER: f"mlp.{names.router}"}
+        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router}"}
         if dense_layers:
             modules |= dense
             some_layers |= dict.fromkeys(dense, dense_layers)
+            paths |= dense_paths
         if experts.shared_intermediate_size:
             shared = experts.shared_modules(hidden)
             modules |= shared
             some_layers |= dict.fromkeys(shared, layers)
-            paths |= {each: f"mlp.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
+            paths |= {each: f"{names.mlp}.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
         return self._shape_of(modules, shape, some_layers, paths)
 
     def _shape_of(
@@ -267,6 +286,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides = sliding_layers(values, family.slides, recurrent=family.recurrent)
     window = values.get("sliding_window")
+    if (chunk := values.get("attention_chunk_size")) is not None:
+        window = AttentionChunk(chunk)
     rotary_values = {**raw, **values}
     if values.get("rotary_dim") is not None:
         rotary_values.setdefault("partial_rotary_factor", values["rotary_dim"] / head_dim)
@@ -283,16 +304,17 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
-        rotaries = _rotated(rotaries, _rotating_layers(values))
+        scaling = {key: float(values[key]) for key in CHUNK_SCALING} if values.get("attn_temperature_tuning") else {}
+        rotaries = _rotated(rotaries, _rotating_layers(values), scaling)
     elif family.only_windows_rotate and window is not None:
-        rotaries = _rotated(rotaries, slides)
+        rotaries = _rotated(rotaries, slides, {})
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     return ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=values["intermediate_size"],
+        intermediate_size=values.get("intermediate_size_mlp", values["intermediate_size"]),
         num_layers=values["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -407,10 +429,12 @@ def _rotating_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(has_rotary(values, layer) for layer in range(num_layers))
 
 
-def _rotated(rotaries: Sequence[RotaryConfig], rotates: Sequence[bool]) -> tuple[RotaryConfig, ...]:
-    """The embedding of each layer, where some do not rotate."""
+def _rotated(
+    rotaries: Sequence[RotaryConfig], rotates: Sequence[bool], scaling: Mapping[str, float]
+) -> tuple[RotaryConfig, ...]:
+    """The embedding of each layer, where some do not rotate. `scaling`: of these layers' queries."""
     return tuple(
-        rotary if does else replace(rotary, kind=NO_ROTARY, options={})
+        rotary if does else replace(rotary, kind=NO_ROTARY, options=scaling)
         for rotary, does in zip(rotaries, rotates, strict=True)
     )
 

@@ -45,9 +45,14 @@ class ExpertConfig:
         if family.experts is None:
             return None
         num_experts = next(int(values[key]) for key in _COUNT_KEYS if key in values)
-        top_k, step = int(values["num_experts_per_tok"]), int(values.get("decoder_sparse_step", 1))
+        top_k, step = (
+            int(values["num_experts_per_tok"]),
+            int(values.get("decoder_sparse_step", values.get("interleave_moe_layer_step", 1))),
+        )
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
         dense |= {*range(int(values.get("first_k_dense_replace", 0)))}
+        if (sparse := values.get("moe_layers")) is not None:
+            dense, step = {*range(int(values["num_hidden_layers"]))}.difference(sparse), 1
         layers = tuple(
             num_experts > 0 and layer not in dense and (layer + 1) % step == 0
             for layer in range(int(values["num_hidden_layers"]))
@@ -60,7 +65,7 @@ class ExpertConfig:
         routing = replace(
             family.routing,
             top_k=top_k,
-            is_normalized=family.always_normalized or bool(values["norm_topk_prob"]),
+            is_normalized=family.always_normalized or bool(values.get("norm_topk_prob", False)),
             num_groups=int(values.get("n_group", 1)),
             top_groups=int(values.get("topk_group", 1)),
             scale=float(values.get("routed_scaling_factor", 1.0)),
@@ -70,12 +75,17 @@ class ExpertConfig:
             num_experts=num_experts,
             routing=routing,
             intermediate_size=width,
-            shared_intermediate_size=width * values["n_shared_experts"]
-            if "n_shared_experts" in values
-            else values.get("shared_expert_intermediate_size"),
+            shared_intermediate_size=_shared_size(values, width),
             shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
         )
+
+
+def _shared_size(values: Mapping[str, Any], width: int) -> int | None:
+    if "n_shared_experts" in values:
+        return width * int(values["n_shared_experts"])
+    size = width if "intermediate_size_mlp" in values else values.get("shared_expert_intermediate_size")
+    return None if size is None else int(size)
 
 
 def _check_groups(routing: Routing, num_experts: int) -> None:

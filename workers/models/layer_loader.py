@@ -30,6 +30,7 @@ from .layers import (
     SharedExpert,
     WideLinear,
 )
+from .rotary_config import NO_ROTARY
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -111,11 +112,11 @@ class _LayerLoader:
             weights[name] = self._weight_in_order(weights[name], name)
             if name in biases:
                 biases[name] = self._in_order(biases[name], name)
-        bias = torch.cat([*biases.values()]) if biases else None
+        bias, some = torch.cat([*biases.values()]) if biases else None, weights["v_proj"]
         return Attention(
             qkv=LoraLinear(self._packed([*weights.values()]), bias, QKV),
             output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
-            head_norm=self._head_norm(),
+            head_norm=self._head_norm(some.device if isinstance(some, torch.Tensor) else some.codes.device),
             num_heads=sharding.heads[1] - sharding.heads[0],
             num_kv_heads=sharding.num_kv_heads,
             head_dim=dim,
@@ -168,14 +169,15 @@ class _LayerLoader:
 
     def mlp(self) -> GatedMlp:
         config, part, width = self._config, self._sharding.intermediate, self._config.intermediate_size
-        names = ("mlp.gate_proj", "mlp.up_proj")
+        block = "mlp" if config.family.experts is None else config.family.experts.mlp
+        names = (f"{block}.gate_proj", f"{block}.up_proj")
         biases = [
             self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
         ]
         weights = [self._stored(name, config.hidden_size, width, part) for name in names]
         return GatedMlp(
             LoraLinear(self._packed(weights), torch.cat(biases) if biases else None, GATE_UP),
-            self._row_linear("mlp.down_proj", width, part, DOWN, config.mlp_bias),
+            self._row_linear(f"{block}.down_proj", width, part, DOWN, config.mlp_bias),
             config.activation,
         )
 
@@ -190,7 +192,7 @@ class _LayerLoader:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
-        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.are_fused else {}
+        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.take_turns else {}
         return ExpertMlp(
             router=self._narrow(ROUTER, router, hidden, config.num_experts, biases.pop("router_bias", None)),
             gate_up=self._pack_experts(torch.stack(gate_up)),
@@ -247,7 +249,7 @@ class _LayerLoader:
             yield from self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows)
 
     def _fused_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The same of tensors whose columns are outputs, those of gate and of up in turn (gpt-oss)."""
+        """The same of tensors whose columns are outputs (Llama 4, gpt-oss)."""
         config = self._config.experts
         assert config is not None
         hidden, width = self._config.hidden_size, config.intermediate_size
@@ -256,7 +258,8 @@ class _LayerLoader:
             self._one_by_one(f"{names.block}.experts.{name}", shape)
             for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
         )
-        halves = [torch.cat((both[:, 0::2][:, part], both[:, 1::2][:, part]), dim=1).T for both in gate_up]
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if names.take_turns else (slice(width), slice(width, None))
+        halves = [torch.cat((both[:, gate][:, part], both[:, up][:, part]), dim=1).T for both in gate_up]
         return halves, [each[part].T for each in down]
 
     def _expert_biases(self, names: ExpertNames) -> dict[str, torch.Tensor | None]:
@@ -305,10 +308,16 @@ class _LayerLoader:
         """Of modules in the kernels' tables."""
         return tuple(map(self._config.shape.dense_modules.index, modules))
 
-    def _head_norm(self) -> HeadNorm | None:
+    def _head_norm(self, device: torch.device) -> HeadNorm | None:
         config = self._config
         if not config.qk_norm:
             return None
+        if not config.family.qk_norm_has_weights:
+            # Behind the rotation it would be the same, since that leaves the norm as it is.
+            if config.rotaries[self._index].kind == NO_ROTARY:
+                return None
+            ones = torch.ones(config.head_dim, device=device)
+            return HeadNorm(ones, ones, config.norm_eps)
         dim, spans = config.head_dim, config.family.qk_norm_spans_heads
         heads = (("q", config.num_heads, self._sharding.heads), ("k", config.num_kv_heads, self._sharding.kv_heads))
         q, k = (
