@@ -59,7 +59,9 @@ def _lora_of_experts(family: Family) -> str:
         parts = ["gate_up, down of all experts (`target_parameters`)"]
     if {"first_k_dense_replace", "mlp_only_layers"} & family.defaults.keys():
         parts.append("of dense layers")
-    if {"n_shared_experts", "shared_expert_intermediate_size"} & family.defaults.keys():
+    if "intermediate_size_mlp" in family.defaults:
+        parts.append("of dense layers")
+    if {"n_shared_experts", "intermediate_size_mlp", "shared_expert_intermediate_size"} & family.defaults.keys():
         parts.append("of the shared expert" + (" and its gate" if family.experts.shared_gate else ""))
     return f"{', '.join(attention)}, {', '.join(parts)}, and the router"
 

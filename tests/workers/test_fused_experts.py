@@ -73,9 +73,14 @@ def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) ->
         options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
     else:
         options = RECIPES[recipe]
-        is_router = options.get("target_parameters") == [ROUTER]
-        if is_router and "gpt_oss" in str(model_path):
-            options = {**options, "target_parameters": ["router.weight"]}
+        if "gpt_oss" in str(model_path) or "llama4" in str(model_path):
+            named = [name.replace(ROUTER, "router.weight") for name in options.get("target_parameters", ())]
+            if "llama4" in str(model_path):
+                named = [name.replace("mlp.", "feed_forward.") for name in named]
+                if recipe == "all_linear":  # PEFT takes its router for a linear, and cannot compute it
+                    options = {**options, "exclude_modules": ["router"]}
+            options = {**options, "target_parameters": named or None}
+        is_router = recipe == "router"
         if "gemma4" in str(model_path):  # beside a dense MLP, and the router is a linear
             options = json.loads(json.dumps(options).replace("mlp.", "").replace(r"mlp\\\\.", ""))
             if is_router:
@@ -129,6 +134,7 @@ class Case:
         "glm4_moe",
         "minimax_m2",
         "gemma4_moe",
+        "llama4",
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

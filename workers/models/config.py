@@ -22,6 +22,7 @@ from ...adapters.adapter import (
     packing_order,
 )
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
+from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .architectures import WRAPPERS, family_of
@@ -31,7 +32,15 @@ from .family import Family, Wrapper
 from .layer_sizes import LayerSizes
 from .quantised_config import Quantisation, read_quantisation
 from .recurrent_config import RecurrentConfig, read_recurrent
-from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
+from .rotary_config import (
+    CHUNK_SCALING,
+    NO_ROTARY,
+    RotaryConfig,
+    head_order,
+    layer_rotaries,
+    with_default_rope,
+    without_axes,
+)
 from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
 
@@ -117,23 +126,25 @@ class ModelConfig:
             "down_proj": (self.intermediate_size, hidden),
         }
         experts, names = self.experts, self.family.experts
+        dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
         if self.sizes is not None:
             return self._shape_of_sizes(self.sizes)
         if experts is None or names is None:
-            return self._shape_of(attn | dense)
+            return self._shape_of(attn | dense, paths=dense_paths)
         shape = experts.shape(names)
         layers = shape.layers
         dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
         modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
-        some_layers, paths = {ROUTER: layers}, {ROUTER: f"mlp.{names.router}"}
+        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router}"}
         if dense_layers:
             modules |= dense
             some_layers |= dict.fromkeys(dense, dense_layers)
+            paths |= dense_paths
         if experts.shared_intermediate_size:
             shared = experts.shared_modules(hidden)
             modules |= shared
             some_layers |= dict.fromkeys(shared, layers)
-            paths |= {each: f"mlp.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
+            paths |= {each: f"{names.mlp}.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
         return self._shape_of(modules, shape, some_layers, paths)
 
     def _shape_of_sizes(self, sizes: LayerSizes) -> BaseShape:
@@ -332,6 +343,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         values, family.slides, recurrent=family.recurrent is not None, last_is_full=family.last_is_full
     )
     window = values.get("sliding_window")
+    if (chunk := values.get("attention_chunk_size")) is not None:
+        window = AttentionChunk(chunk)
     rotary_values = {**raw, **values}
     if values.get("rotary_dim") is not None:
         rotary_values.setdefault("partial_rotary_factor", values["rotary_dim"] / head_dim)
@@ -348,9 +361,10 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
-        rotaries = _rotated(rotaries, _rotating_layers(values))
+        scaling = {key: float(values[key]) for key in CHUNK_SCALING} if values.get("attn_temperature_tuning") else {}
+        rotaries = _rotated(rotaries, _rotating_layers(values), scaling)
     elif family.only_windows_rotate and window is not None:
-        rotaries = _rotated(rotaries, slides)
+        rotaries = _rotated(rotaries, slides, {})
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
@@ -358,7 +372,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         family=family,
         vocab_size=values["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=values["intermediate_size"],
+        intermediate_size=values.get("intermediate_size_mlp", values["intermediate_size"]),
         num_layers=values["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -485,10 +499,12 @@ def _rotating_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(has_rotary(values, layer) for layer in range(num_layers))
 
 
-def _rotated(rotaries: Sequence[RotaryConfig], rotates: Sequence[bool]) -> tuple[RotaryConfig, ...]:
-    """The embedding of each layer, where some do not rotate."""
+def _rotated(
+    rotaries: Sequence[RotaryConfig], rotates: Sequence[bool], scaling: Mapping[str, float]
+) -> tuple[RotaryConfig, ...]:
+    """The embedding of each layer, where some do not rotate. `scaling`: of these layers' queries."""
     return tuple(
-        rotary if does else replace(rotary, kind=NO_ROTARY, options={})
+        rotary if does else replace(rotary, kind=NO_ROTARY, options=scaling)
         for rotary, does in zip(rotaries, rotates, strict=True)
     )
 

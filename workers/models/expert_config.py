@@ -43,8 +43,16 @@ class ExpertConfig:
         """What adapters of the experts must fit."""
         layers = tuple(layer for layer, has_experts in enumerate(self.layers) if has_experts)
         called = dict(zip(EXPERT_MODULES, (names.gate, names.up, names.down), strict=True))
-        are_parameters = names.are_fused or names.are_parameters
-        return ExpertShape(self.num_experts, layers, names.block, called, are_parameters, names.are_fused)
+        return ExpertShape(
+            self.num_experts,
+            layers,
+            names.block,
+            called,
+            are_parameters=names.are_fused or names.are_parameters,
+            takes_turns=names.take_turns,
+            parameters=f"{names.mlp}.experts" if names.block else "experts",
+            swaps_sides=names.swaps_sides,
+        )
 
     def shared_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linears of the expert that computes every row, and of its gate."""
@@ -68,9 +76,12 @@ class ExpertConfig:
             if key in values and values[key] is None:
                 raise KeyError(key)
         num_experts = next(int(values[key]) for key in _COUNT_KEYS if key in values)
-        top_k, step = int(values[top_k_key]), int(values.get("decoder_sparse_step", 1))
+        top_k, step = int(values[top_k_key]), values.get("interleave_moe_layer_step", 1)
+        step = int(values.get("decoder_sparse_step", step))
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
         dense |= {*range(int(values.get("first_k_dense_replace", 0)))}
+        if (sparse := values.get("moe_layers")) is not None:
+            dense, step = {*range(int(values["num_hidden_layers"]))}.difference(sparse), 1
         layers = tuple(
             num_experts > 0 and layer not in dense and (layer + 1) % step == 0
             for layer in range(int(values["num_hidden_layers"]))
@@ -83,7 +94,7 @@ class ExpertConfig:
         routing = replace(
             family.routing,
             top_k=top_k,
-            is_normalized=family.always_normalized or bool(values["norm_topk_prob"]),
+            is_normalized=family.always_normalized or bool(values.get("norm_topk_prob", False)),
             num_groups=int(values.get("n_group", 1)),
             top_groups=int(values.get("topk_group", 1)),
             scale=float(values.get("routed_scaling_factor", 1.0)),
@@ -93,13 +104,18 @@ class ExpertConfig:
             num_experts=num_experts,
             routing=routing,
             intermediate_size=width,
-            shared_intermediate_size=width * values["n_shared_experts"]
-            if "n_shared_experts" in values
-            else values.get("shared_expert_intermediate_size"),
+            shared_intermediate_size=_shared_size(values, width),
             shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
             is_beside=family.experts_beside,
         )
+
+
+def _shared_size(values: Mapping[str, Any], width: int) -> int | None:
+    if "n_shared_experts" in values:
+        return width * int(values["n_shared_experts"])
+    size = width if "intermediate_size_mlp" in values else values.get("shared_expert_intermediate_size")
+    return None if size is None else int(size)
 
 
 def _check_groups(routing: Routing, num_experts: int) -> None:

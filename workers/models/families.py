@@ -15,6 +15,7 @@ from .sliding import (
     five_of_six_always,
     from_layer,
     if_enabled,
+    if_rotated,
     three_of_four,
     throughout,
     without_rotary,
@@ -105,6 +106,47 @@ _QWEN3_5 = Family(
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", "llama", COMMON | _BIASES),
+    "Llama4ForCausalLM": Family(
+        "llama4",
+        "llama4_text",
+        COMMON
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "intermediate_size_mlp": 16_384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "layer_types": None,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        nullable=frozenset({"num_key_value_heads", "head_dim", "attention_chunk_size"}),
+        qk_norm_has_weights=False,
+        slides=if_rotated,
+        rope_theta=500_000.0,
+        rope_kinds=("default", "linear", "llama3"),
+        rotates_neighbours=True,
+        experts=ExpertNames(
+            "feed_forward",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            router="router",
+            shared_gate="",
+            are_fused=True,
+            mlp="feed_forward",
+        ),
+        routing=Routing(scoring="sigmoid", scales_inputs=True),
+    ),
     "MistralForCausalLM": Family(
         "mistral", "mistral", COMMON | {"num_key_value_heads": 8, "sliding_window": 4096}, slides=throughout
     ),
@@ -367,7 +409,9 @@ FAMILIES = {
             "truncate": False,
             "original_max_position_embeddings": 4096,
         },
-        experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", router="router", are_fused=True),
+        experts=ExpertNames(
+            "mlp", "gate_proj", "up_proj", "down_proj", router="router", are_fused=True, take_turns=True
+        ),
         always_normalized=True,
     ),
     "GemmaForCausalLM": Family(

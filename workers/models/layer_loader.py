@@ -26,6 +26,7 @@ from .layers import (
     WideLinear,
 )
 from .recurrent_rules import load_rule
+from .rotary_config import NO_ROTARY
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -121,11 +122,11 @@ class _LayerLoader:
             weights[name] = self._weight_in_order(weights[name], name)
             if name in biases:
                 biases[name] = self._in_order(biases[name], name)
-        bias = torch.cat([*biases.values()]) if biases else None
+        bias, some = torch.cat([*biases.values()]) if biases else None, weights["q_proj"]
         return Attention(
             qkv=LoraLinear(self._packed([*weights.values()]), bias, self._places(*parts)),
             output=self._row_linear("self_attn.o_proj", num_query, query, self._places("o_proj"), config.output_bias),
-            head_norm=self._head_norm(has_kv),
+            head_norm=self._head_norm(has_kv, some.device if isinstance(some, torch.Tensor) else some.codes.device),
             num_heads=sharding.heads[1] - sharding.heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
             head_dim=dim,
@@ -215,7 +216,9 @@ class _LayerLoader:
 
     def mlp(self) -> GatedMlp:
         config, part = self._config, self._sharding.intermediate_of(self._index)
-        names, width = ("mlp.gate_proj", "mlp.up_proj"), config.layer_sizes.intermediate_sizes[self._index]
+        width = config.layer_sizes.intermediate_sizes[self._index]
+        block = "mlp" if config.family.experts is None else config.family.experts.mlp
+        names = (f"{block}.gate_proj", f"{block}.up_proj")
         biases = [
             self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
         ]
@@ -224,7 +227,7 @@ class _LayerLoader:
             LoraLinear(
                 self._packed(weights), torch.cat(biases) if biases else None, self._places("gate_proj", "up_proj")
             ),
-            self._row_linear("mlp.down_proj", width, part, self._places("down_proj"), config.mlp_bias),
+            self._row_linear(f"{block}.down_proj", width, part, self._places("down_proj"), config.mlp_bias),
             config.activation,
         )
 
@@ -239,7 +242,7 @@ class _LayerLoader:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
-        router, biases = f"{names.prefix}{names.router}", self._expert_biases(names) if names.are_fused else {}
+        router, biases = f"{names.prefix}{names.router}", self._expert_biases(names) if names.take_turns else {}
         return ExpertMlp(
             router=self._narrow(ROUTER, router, hidden, config.num_experts, biases.pop("router_bias", None)),
             gate_up=self._pack_experts(torch.stack(gate_up)),
@@ -297,7 +300,7 @@ class _LayerLoader:
             yield from self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows)
 
     def _fused_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The same of tensors whose columns are outputs, those of gate and of up in turn (gpt-oss)."""
+        """The same of tensors whose columns are outputs (Llama 4, gpt-oss)."""
         config = self._config.experts
         assert config is not None
         hidden, width = self._config.hidden_size, config.intermediate_size
@@ -306,7 +309,8 @@ class _LayerLoader:
             self._one_by_one(f"{names.prefix}experts.{name}", shape)
             for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
         )
-        halves = [torch.cat((both[:, 0::2][:, part], both[:, 1::2][:, part]), dim=1).T for both in gate_up]
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if names.take_turns else (slice(width), slice(width, None))
+        halves = [torch.cat((both[:, gate][:, part], both[:, up][:, part]), dim=1).T for both in gate_up]
         return halves, [each[part].T for each in down]
 
     def _expert_biases(self, names: ExpertNames) -> dict[str, torch.Tensor | None]:
@@ -366,10 +370,16 @@ class _LayerLoader:
         weight, shape = self._pack(self._rows(name, num_in, num_out, None)), self._config.shape
         return NarrowLinear(weight, bias, self._places(module), num_out + shape.padding(module))
 
-    def _head_norm(self, has_kv: bool) -> HeadNorm | None:
+    def _head_norm(self, has_kv: bool, device: torch.device) -> HeadNorm | None:
         config, layer = self._config, self._index
         if not config.qk_norm:
             return None
+        if not config.family.qk_norm_has_weights:
+            # Behind the rotation it would be the same, since that leaves the norm as it is.
+            if config.rotaries[self._index].kind == NO_ROTARY:
+                return None
+            ones = torch.ones(config.head_dim, device=device)
+            return HeadNorm(ones, ones, config.norm_eps)
         dim, spans = config.layer_sizes.head_dims[layer], config.family.qk_norm_spans_heads
         kv_heads = config.layer_sizes.num_kv_heads[layer], self._sharding.kv_heads_of(layer)
         heads = {"q": (config.num_heads, self._sharding.heads)} | ({"k": kv_heads} if has_kv else {})

@@ -30,6 +30,7 @@ _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _TYPE_KEYS = ("rope_type", "type")
 _AXES_KEYS = ("mrope_section", "mrope_interleaved")
 _NOTES = frozenset({"finetuned", "max_position_embeddings"})  # of published files; nothing computes with them
+CHUNK_SCALING = ("attn_scale", "floor_scale")  # likewise, of layers without a rotary embedding (Llama 4)
 QUERY_SCALING = "llama_4_scaling_beta"  # of families whose queries are scaled by their position
 
 
