@@ -14,7 +14,12 @@ from .errors import OtherBase, quote
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The linear projections of layers with a recurrent state, in this order after those of attention. A base has some.
-RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+RECURRENT_MODULES = (
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Gated DeltaNet
+    *("in_proj_qkvz", "in_proj_ba"),  # of Qwen3-Next
+    "in_proj",  # short convolutions, Mamba-2
+    "out_proj",
+)
 # The linear projections of what each layer takes of its token beside the residual (Gemma 4). The last one is a single
 # one for all layers: each has its outputs, one layer after the other.
 PER_LAYER_MODULES = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
@@ -105,6 +110,8 @@ class BaseShape:
     copies: Mapping[str, str] = field(default_factory=dict)  # entries that have the LoRA of another module of the layer
     paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not those of PATHS
     output_groups: Mapping[str, OutputGroups] = field(default_factory=dict)  # by module; else as they stand
+    # By module, what its outputs are multiplied by, in runs of so many: B is kept so, as the base's weights are.
+    output_scales: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:

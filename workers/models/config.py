@@ -30,8 +30,9 @@ from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .family import Family, Wrapper
 from .layer_sizes import LayerSizes
+from .module_scales import ModuleScales
 from .quantised_config import Quantisation, read_quantisation
-from .recurrent_config import RecurrentConfig, read_recurrent
+from .recurrent_config import RecurrentConfig, kinds_of_layers, read_recurrent
 from .rotary_config import (
     CHUNK_SCALING,
     NO_ROTARY,
@@ -80,6 +81,7 @@ class ModelConfig:
     is_wrapped: bool = False  # the text model of one that takes pictures too
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     recurrent: RecurrentConfig | None = None
+    scales: ModuleScales | None = None  # of its linears
     sizes: LayerSizes | None = None  # see `layer_sizes`
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
@@ -195,6 +197,9 @@ class ModelConfig:
         """`modules`: without those of layers with a recurrent state. `some_layers`: of modules that not all have."""
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
         layers = {**some_layers, **dict.fromkeys(recurrent, self.recurrent_layers)}
+        recurrent_paths = (
+            {} if self.recurrent is None else {name: f"{self.recurrent.block}.{name}" for name in recurrent}
+        )
         if recurrent:
             layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
         return BaseShape(
@@ -205,8 +210,9 @@ class ModelConfig:
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
+            paths={**self.family.paths, **{name: f"{block}{name}" for name in recurrent}, **paths},
             output_groups={} if self.recurrent is None else self.recurrent.output_groups,
-            paths=paths,
+            output_scales={} if self.scales is None else self.scales.weights,
             is_wrapped=self.is_wrapped,
         )
 
@@ -218,6 +224,8 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with attention."""
+        if self.family.recurrent == "parallel_mamba":
+            return tuple(range(self.num_layers))
         return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
 
     @cached_property
@@ -338,11 +346,15 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
+    if family.experts is None and values.get("num_local_experts"):
+        raise ValueError(
+            f"num_local_experts = {values['num_local_experts']!r} is not supported for {family.name}: 0 is accepted"
+        )
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides = sliding_layers(
-        values, family.slides, recurrent=family.recurrent is not None, last_is_full=family.last_is_full
+        values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full
     )
-    window = values.get("sliding_window")
+    window, ties = values.get("sliding_window"), values.get("tie_embedding")
     if (chunk := values.get("attention_chunk_size")) is not None:
         window = AttentionChunk(chunk)
     rotary_values = {**raw, **values}
@@ -365,14 +377,16 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = _rotated(rotaries, _rotating_layers(values), scaling)
     elif family.only_windows_rotate and window is not None:
         rotaries = _rotated(rotaries, slides, {})
+    elif values.get("position_embedding_type", "rope") != "rope":
+        rotaries = _rotated(rotaries, [False] * len(rotaries), {})
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=values.get("intermediate_size_mlp", values["intermediate_size"]),
+        intermediate_size=_intermediate_size(values),
         num_layers=values["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -381,7 +395,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         activation=_activation(values, family),
         rotaries=rotaries,
         max_model_len=context,
-        tie_word_embeddings=values["tie_word_embeddings"],
+        tie_word_embeddings=values["tie_word_embeddings"] if ties is None else ties,
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
         output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
         mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
@@ -394,7 +408,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
         embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
-        logit_multiplier=float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
+        logit_multiplier=_logit_multiplier(values),
         head_order=_head_order(family, rotaries, sizes, head_dim),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
@@ -402,6 +416,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         sizes=sizes,
         quantisation=quantisation,
     )
+    scales = ModuleScales.from_values(values, config.shape.modules, config.recurrent)
+    return config if scales is None else replace(config, scales=scales)
 
 
 def _head_order(
@@ -416,8 +432,26 @@ def _head_order(
     return ()
 
 
+def _intermediate_size(values: Mapping[str, Any]) -> int:
+    """Of a dense MLP. Raises ValueError if it has no features."""
+    size = values.get("shared_intermediate_size", values.get("intermediate_size_mlp", values["intermediate_size"]))
+    size = int(values.get("block_ff_dim") or size)
+    if not values.get("block_auto_adjust_ff_dim", False):
+        return size
+    multiple = int(values["block_multiple_of"])  # LFM2
+    size = -(-int(values["block_ffn_dim_multiplier"] * int(2 * size / 3)) // multiple) * multiple
+    if size < 1:
+        raise ValueError(f"intermediate_size = {values['intermediate_size']}: two thirds of it are less than 1")
+    return size
+
+
+def _logit_multiplier(values: Mapping[str, Any]) -> float:
+    factor = values.get("logit_scale", values.get("lm_head_multiplier", 1.0))
+    return float(factor) / float(values.get("logits_scaling", 1.0))
+
+
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:
-    name = values[family.activation_key]
+    name = values.get(family.activation_key, "silu")
     name = family.activations.get(name, name)
     is_clamped = "swiglu_limit" in values
     if name not in ACTIVATIONS or (is_clamped and name != "silu"):
