@@ -197,9 +197,7 @@ class ModelConfig:
         """`modules`: without those of layers with a recurrent state. `some_layers`: of modules that not all have."""
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
         layers = {**some_layers, **dict.fromkeys(recurrent, self.recurrent_layers)}
-        recurrent_paths = (
-            {} if self.recurrent is None else {name: f"{self.recurrent.block}.{name}" for name in recurrent}
-        )
+        block = "" if self.recurrent is None else f"{self.recurrent.block}."
         if recurrent:
             layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
         return BaseShape(
