@@ -13,8 +13,13 @@ from .errors import OtherBase, quote
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# The linear projections of a layer with a recurrent state (Gated DeltaNet), in this order after those of attention.
-RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+# The linear projections of layers with a recurrent state, in this order after those of attention. A base has some.
+RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+# The linear projections of what each layer takes of its token beside the residual (Gemma 4). The last one is a single
+# one for all layers: each has its outputs, one layer after the other.
+PER_LAYER_MODULES = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
+OUTER_MODULES = PER_LAYER_MODULES[2:]
+OUTER = -1  # the layer of modules that are outside of the layers
 # The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 # The projections of the expert that computes every row, in layers that have one beside the chosen experts.
@@ -27,7 +32,9 @@ _MAX_UNIT: Final = 256  # columns that a GPU's kernels read at once, at most
 PATHS: Final = {
     **{module: f"self_attn.{module}" for module in MODULES[:4]},
     **{module: f"linear_attn.{module}" for module in RECURRENT_MODULES},
-    **{module: f"mlp.{module}" for module in (*MODULES[4:], *EXPERT_MODULES, *SHARED_MODULES)},
+    **{module: f"mlp.{module}" for module in MODULES[4:]},
+    **{module: module for module in PER_LAYER_MODULES},
+    **{module: f"mlp.{module}" for module in (*EXPERT_MODULES, *SHARED_MODULES)},
     **{"shared_expert_gate": "mlp.shared_expert_gate", ROUTER: "mlp.gate"},
 }
 _ORDER: Final = {module: place for place, module in enumerate(PATHS)}
@@ -62,6 +69,25 @@ class ExpertShape:
 
 
 @dataclass(frozen=True)
+class OutputGroups:
+    """A module's outputs come group after group, each with parts of these widths. Workers have them part after part."""
+
+    widths: tuple[int, ...]
+
+    def order(self, start: int, stop: int) -> list[int]:
+        """The outputs of the groups from `start` to `stop`, part after part.
+
+        >>> OutputGroups((1, 2)).order(3, 9)
+        [3, 6, 4, 5, 7, 8]
+        """
+        firsts, at, outputs = range(start, stop, sum(self.widths)), 0, list[int]()
+        for width in self.widths:
+            outputs += [first + at + place for first in firsts for place in range(width)]
+            at += width
+        return outputs
+
+
+@dataclass(frozen=True)
 class BaseShape:
     """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded.
 
@@ -78,6 +104,7 @@ class BaseShape:
     layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # of entries that not all layers have
     copies: Mapping[str, str] = field(default_factory=dict)  # entries that have the LoRA of another module of the layer
     paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not those of PATHS
+    output_groups: Mapping[str, OutputGroups] = field(default_factory=dict)  # by module; else as they stand
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:
@@ -121,6 +148,11 @@ class BaseShape:
                 by_layer[layer].add(entry)
         return tuple(dict.fromkeys(map(frozenset, by_layer)))
 
+    @property
+    def recurrent_modules(self) -> tuple[str, ...]:
+        """The modules of layers with a recurrent state; the last one gives what such a layer computes."""
+        return tuple(module for module in RECURRENT_MODULES if module in self.modules)
+
     def members(self, module: str) -> tuple[str, ...]:
         """The modules of a layer that belong to an entry of `modules`."""
         if module not in EXPERT_MODULES:
@@ -155,7 +187,13 @@ class BaseShape:
         return self.copies.get(entry, name_of(entry))
 
     def sides(self, layer: int, name: str) -> tuple[int, int] | None:
-        """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none."""
+        """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none.
+
+        `layer` OUTER: of one of OUTER_MODULES as a whole.
+        """
+        if layer == OUTER:
+            num_in, num_out = self.modules[name]
+            return num_in, num_out * self.num_layers
         entries = [self.entry(layer, part) for part in self.fused.get(name, (name,))]
         parts = [self.modules[entry] for entry in entries if entry is not None]
         return (parts[0][0], sum(num_out for _, num_out in parts)) if len(parts) == len(entries) else None
@@ -171,7 +209,7 @@ class BaseShape:
 
     @cached_property
     def modules_by_path(self) -> Mapping[str, str]:
-        """The entries of `names` by their path within a layer, without those of experts.
+        """The entries of `names` by their path within a layer or outside of them, without those of experts.
 
         A router is also known where the base's files have it, as before transformers 5.
         """

@@ -17,9 +17,10 @@ from collections.abc import Callable
 import torch
 
 from motet.kernels.backend import Kernels, native_kernels, plain_kernels
-from motet.kernels.gated_delta import GatedDelta, LayerState, StateBatch
+from motet.kernels.gated_delta import GatedDelta
 from motet.kernels.huge_pages import zeros_in_huge_pages
 from motet.kernels.native.build import load_library
+from motet.kernels.recurrence import LayerState, StateBatch
 
 KEY_HEADS, VALUE_HEADS, DIM = 16, 32, 128
 DECODES = (1, 8, 64)
@@ -56,7 +57,7 @@ class Layer:
         is_fresh = torch.zeros(num_sequences, dtype=torch.bool)
         batch = StateBatch(numbers * num_rows, numbers, pages, pages, is_fresh)
         x = torch.randn(num_sequences * num_rows, self.delta.width, generator=self._generator).bfloat16()
-        return lambda: kernels.gated_delta(x, self.delta, self.pool, self.state, batch)
+        return lambda: kernels.recur(x, self.delta, self.pool, self.state, batch)
 
 
 def best_s(call: Callable[[], object], repetitions: int) -> float:

@@ -259,6 +259,10 @@ def rows(bench: Bench, shape: Shape, num_rows: int, generator: torch.Generator) 
     pairs: dict[str, tuple[Call, Call]] = {
         "norm": (lambda: native.rms_norm(x, weight, 1e-5), lambda: twin.rms_norm(x, weight, 1e-5)),
         "add + norm": (lambda: native.add_rms_norm(x, x, weight, 1e-5), lambda: twin.add_rms_norm(x, x, weight, 1e-5)),
+        "add + layer norm": (
+            lambda: native.add_layer_norm(x, x, weight, 1e-5),
+            lambda: twin.add_layer_norm(x, x, weight, 1e-5),
+        ),
         "linear": (lambda: native.linear(x, packed, None), lambda: linear(x, matrix)),
     }
     activations: dict[str, Activation] = {**{name: name for name in ACTIVATIONS}, "clamped_swiglu": CLAMPED}

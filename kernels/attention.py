@@ -107,6 +107,7 @@ class KVWriter(Protocol):
     """Writes the rotated k, and v, into the pages of their rows; returns the rotated q, a new tensor.
 
     q `[num_rows, num_heads, head_dim]`, k and v `[num_rows, num_kv_heads, head_dim]`; none of the three is changed.
+    With k and v of no heads nothing is written (layers that attend to the KV of another one).
     `rotary` `[num_positions, 2, head_dim // 2]` float32 holds cosines, then sines. Element i of a head is rotated with
     element i + head_dim // 2, as in Llama (RoFormer, arXiv 2104.09864). With 4 in the place of 2 it holds those of k,
     then those of q, which are scaled by their position (Ministral 3).

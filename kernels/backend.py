@@ -23,17 +23,16 @@ from .attention import KVWriter, PagedAttention
 from .expert_lora import CapturableExpertLora, ExpertLoraKernels
 from .experts import ExpertKernels, ExpertWeight
 from .float8 import Float8Kernels
-from .gated_delta import GatedDeltaKernel
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
 from .native import onednn_linear
 from .native.attention import NativeAttention
 from .native.build import NativeUnavailable, load_library
 from .native.experts import NativeExperts
-from .native.gated_delta import NativeGatedDelta
 from .native.linear import NativeLinear
 from .native.lora import NativeLora
 from .native.quantised_linear import NativeQuantised
+from .native.recurrence import NativeRecurrence
 from .native.rows import NativeRows
 from .native.sampling import NativeSampling
 from .native.step import NativeStepKernels
@@ -42,11 +41,12 @@ from .plain import float8_kv as plain_float8_kv
 from .plain.expert_lora import HostExpertLora
 from .plain.experts import PlainExperts
 from .plain.float8 import PlainFloat8
-from .plain.gated_delta import gated_delta as plain_gated_delta
 from .plain.lora import PlainLora
 from .plain.quantised import PlainQuantised
+from .plain.recurrence import recur as plain_recur
 from .plain.sampling import PlainSampling
 from .quantised import QuantisedKernels
+from .recurrence import RecurrentKernel
 from .sampling import SamplingKernels
 from .step import Heads, StepKernels
 
@@ -56,6 +56,7 @@ LinearWeight = Any  # a weight `[out, in]` as `pack_linear` laid it out; opaque 
 PackLinear = Callable[[torch.Tensor], LinearWeight]
 PackExperts = Callable[[torch.Tensor], ExpertWeight]
 Linear = Callable[[torch.Tensor, LinearWeight, torch.Tensor | None], torch.Tensor]
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,10 +67,11 @@ class Kernels:
     pack_linear: PackLinear  # called once for each weight
     linear: Linear  # x weightᵀ + bias, `[rows, out]` of x `[rows, in]`
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
-    add_rms_norm: Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+    add_rms_norm: AddNorm  # see `norms.add_rms_norm`
+    add_layer_norm: AddNorm
     gated: Callable[[torch.Tensor, norms.Activation], torch.Tensor]  # see `norms.gated`
     multiply_gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # see `norms.multiply_gate`
-    gated_delta: GatedDeltaKernel
+    recur: RecurrentKernel
     write_kv: KVWriter
     paged_attention: PagedAttention
     lora: LoraKernels
@@ -91,6 +93,9 @@ class Kernels:
     step: StepKernels | None = None  # carry out a whole step in one call; None: nothing does
     float8: Float8Kernels | None = None  # of the linears of layers; None: these are like all others
     quantised: QuantisedKernels | None = None  # of those whose weights stay in four or eight bits; None: none does
+
+    def add_norm(self, is_centred: bool) -> AddNorm:
+        return self.add_layer_norm if is_centred else self.add_rms_norm
 
     @cached_property
     def layer_linear(self) -> Linear:
@@ -133,9 +138,10 @@ def plain_kernels() -> Kernels:
         linear=linear,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
+        add_layer_norm=norms.add_layer_norm,
         gated=norms.gated,
         multiply_gate=norms.multiply_gate,
-        gated_delta=plain_gated_delta,
+        recur=plain_recur,
         write_kv=plain_attention.write_kv,
         paged_attention=plain_attention.paged_attention,
         lora=lora,
@@ -173,9 +179,10 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         linear=multiply,
         rms_norm=rows.rms_norm,
         add_rms_norm=rows.add_rms_norm,
+        add_layer_norm=rows.add_layer_norm,
         gated=rows.gated,
         multiply_gate=norms.multiply_gate,
-        gated_delta=NativeGatedDelta(library, dtype, num_threads),
+        recur=NativeRecurrence(library, dtype, num_threads),
         write_kv=attention.write_kv,
         paged_attention=attention.paged_attention,
         lora=lora,
@@ -222,9 +229,10 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         linear=linear,
         rms_norm=triton_rows.rms_norm,
         add_rms_norm=triton_rows.add_rms_norm,
+        add_layer_norm=triton_rows.add_layer_norm,
         gated=triton_rows.gated,
         multiply_gate=norms.multiply_gate,
-        gated_delta=plain_gated_delta,
+        recur=plain_recur,
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,

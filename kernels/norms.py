@@ -40,6 +40,17 @@ def add_rms_norm(
     return rms_norm(total, weight, eps), total
 
 
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with a layer norm (arXiv 1607.06450) without bias: the row's mean is subtracted before it is scaled."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (weight * normed.to(weight.dtype)).to(x.dtype), total
+
+
 def _silu(x: torch.Tensor) -> torch.Tensor:
     from torch.nn.functional import silu
 

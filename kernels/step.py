@@ -16,9 +16,9 @@ import torch
 from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
 from .experts import Routing
-from .gated_delta import GatedDelta, LayerState, StateBatch
 from .lora import LoraBatch
 from .norms import Activation
+from .recurrence import LayerState, Rule, StateBatch
 
 Register = int  # index in `Program.widths`
 
@@ -41,14 +41,16 @@ class AddNorm:
     to: Register
     weight: torch.Tensor
     eps: float
+    is_centred: bool = False  # as in `norms.add_layer_norm`
 
 
 @dataclass(frozen=True)
 class Add:
-    """to += x."""
+    """to = (to + x) * scale."""
 
     x: Register
     to: Register
+    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,17 @@ class AddGated:
 
 
 @dataclass(frozen=True)
+class JoinEmbedding:
+    """to = x and, side by side with it, beside + table[tokens] * scale."""
+
+    x: Register
+    beside: Register
+    to: Register
+    table: torch.Tensor  # [vocab, width of `beside`]
+    scale: float
+
+
+@dataclass(frozen=True)
 class MultiplyGate:
     """to = x * sigmoid(gate). See `norms.multiply_gate`."""
 
@@ -210,12 +223,12 @@ class MultiplyGate:
 
 
 @dataclass(frozen=True)
-class GatedDeltaRule:
-    """to = what the layer computes of x; states go on in their pages. See `gated_delta.GatedDeltaKernel`."""
+class Recur:
+    """to = what a rule makes of x; states go on in their pages. See `recurrence.RecurrentKernel`."""
 
     x: Register
     to: Register
-    layer: GatedDelta
+    rule: Rule
     state: LayerState
 
 
@@ -236,8 +249,9 @@ Operation = (
     | AddExpertLora
     | CombinePairs
     | AddGated
+    | JoinEmbedding
     | MultiplyGate
-    | GatedDeltaRule
+    | Recur
 )
 
 

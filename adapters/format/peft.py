@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..adapter import EXPERT_MODULES, MAX_RANK, PATHS
+from ..adapter import EXPERT_MODULES, MAX_RANK, OUTER, OUTER_MODULES, PATHS
 from ..errors import AdapterInvalid, quote
 from .strict_json import parse_object
 
@@ -145,11 +145,16 @@ _MODULES_BY_PATH = {path: module for module, path in MODULE_PATHS.items() if mod
 TEXT_PREFIX = "model."
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", TEXT_PREFIX)
 _VISION_NAME = re.compile(
-    r"base_model\.model\.(?:model\.)?(?:vision_tower|vision_model|multi_modal_projector|visual)\."
+    r"base_model\.model\.(?:model\.)?"
+    r"(?:vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
 )
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
+)
+_OUTER_TENSOR_NAME = re.compile(
+    rf"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?(?P<module>{'|'.join(OUTER_MODULES)})"
+    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 _EXPERT_TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
@@ -228,11 +233,13 @@ def named_base(data: bytes) -> str:
 def tensor_name(layer: int, module: str, letter: str) -> str:
     """PEFT's name of a matrix; `letter` is A or B. For a matrix of an expert, the name that most families use."""
     path = MODULE_PATHS.get(module, f"mlp.{module}")
+    if layer == OUTER:
+        return f"base_model.model.model.{path}.lora_{letter}.weight"
     return f"base_model.model.model.layers.{layer}.{path}.lora_{letter}.weight"
 
 
 def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) -> tuple[int, str, str] | None:
-    """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer.
+    """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer, or of OUTER_MODULES.
 
     `modules`: by their path within a layer.
     """
@@ -240,6 +247,9 @@ def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) 
     if match is not None:
         projection = _EXPERT_NAMES.get(match["name"], match["name"])
         return int(match["layer"]), f"experts.{int(match['expert'])}.{projection}", match["letter"]
+    match = _OUTER_TENSOR_NAME.fullmatch(name)
+    if match is not None and match["module"] in modules:
+        return OUTER, match["module"], match["letter"]
     match = _TENSOR_NAME.fullmatch(name)
     if match is None or match["path"] not in modules:
         return None

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..adapter import BaseShape
+from ..adapter import OUTER, OUTER_MODULES, BaseShape
 from ..errors import AdapterInvalid, listed, quote
 from .peft import TEXT_PREFIX, LoraConfig
 
@@ -236,8 +236,9 @@ def resolve_targets(
         for layer in range(shape.num_layers)
         for entry in shape.names
         for module in shape.members(entry)
-        if shape.sides(layer, module) is not None
+        if entry not in OUTER_MODULES and shape.sides(layer, module) is not None
     }
+    keys |= {f"{prefix}{module}": (OUTER, module) for module in shape.names if module in OUTER_MODULES}
     outer_modules = (f"{prefix}embed_tokens", "lm_head")  # PEFT could target them; motet cannot
     _check_against_base(config, shape, [*keys, *outer_modules])
     is_all = isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..adapter import EXPERT_MODULES, MODULES, ROUTER, SHARED_MODULES, BaseShape, family_of_module
+from ..adapter import (
+    EXPERT_MODULES,
+    MODULES,
+    OUTER,
+    OUTER_MODULES,
+    ROUTER,
+    SHARED_MODULES,
+    BaseShape,
+    family_of_module,
+)
 from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .peft import (
@@ -40,7 +49,7 @@ FUSED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 _PATH = "mlp.experts"  # of nearly every family, Mixtral's included; see `ExpertShape.parameters`
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
-    r"\.(?:mlp|feed_forward)\.experts(?P<inner>\.base_layer)?"
+    r"\.(?:mlp|feed_forward|block_sparse_moe)\.experts(?P<inner>\.base_layer)?"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 
@@ -231,6 +240,9 @@ def validate(
     matrices: dict[tuple[int, str], LoraMatrices] = {}
     for (layer, module), target in targets.items():
         a, b, start = arrays[layer, module, "A"], arrays[layer, module, "B"], 0
+        if layer == OUTER:
+            matrices |= _by_layer(module, a, b, target, shape)
+            continue
         for part in shape.fused.get(module, (module,)):  # modules that are one share A, and each has its rows of B
             stop = start + _sides_of(shape, layer, part)[1]
             matrices[layer, part] = LoraMatrices(a, b[start:stop], target.scaling)
@@ -240,6 +252,15 @@ def validate(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
         )
     return AdapterContent(matrices, num_experts, left_out)
+
+
+def _by_layer(
+    module: str, a: Tensor, b: Tensor, target: Target, shape: BaseShape
+) -> dict[tuple[int, str], LoraMatrices]:
+    """Each layer's part of a module outside of the layers: they share A, and each has its rows of B."""
+    num_out = shape.modules[module][1]
+    parts = (b[layer * num_out : (layer + 1) * num_out] for layer in range(shape.num_layers))
+    return {(layer, module): LoraMatrices(a, part, target.scaling) for layer, part in enumerate(parts)}
 
 
 def _as_trained(shape: BaseShape, tensor_names: Iterable[str]) -> BaseShape:
@@ -342,7 +363,8 @@ def _match_names(
 
 def _begins(name: str, prefix: str) -> bool:
     """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
-    return name.startswith((f"base_model.model.{prefix}layers.", "base_model.model.layers."))
+    parts = ("layers.", *(f"{module}." for module in OUTER_MODULES))
+    return name.startswith(tuple(f"base_model.model.{before}{part}" for before in (prefix, "") for part in parts))
 
 
 def _refuse_tensor(name: str, shape: BaseShape) -> None:

@@ -103,7 +103,8 @@ class AdapterLayout:
             experts += f"-router{self.part(ROUTER).widths[1]}"
         order = f"-order{crc32(repr(self.shape.head_order).encode()):08x}" if self.shape.head_order else ""
         gated = f"-gated{self.shape.gated_head_dim}" if self.shape.gated_head_dim is not None else ""
-        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}{gated}-{self.dtype}"
+        groups = "-grouped" if self.shape.output_groups else ""
+        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}{gated}{groups}-{self.dtype}"
 
     @property
     def page_bytes(self) -> int:
@@ -121,6 +122,8 @@ class AdapterLayout:
     def output_order(self, module: str) -> list[int] | None:
         """Which outputs of the module the rows of its B are, in order; None: those of its one part as they stand."""
         outputs, shape = self.part(module).outputs, self.shape
+        if module in shape.output_groups:
+            return shape.output_groups[module].order(*outputs[0])
         is_ordered = bool(shape.head_order) and module in ("q_proj", "k_proj")
         is_gated = shape.gated_head_dim is not None and module == "q_proj"
         if len(outputs) == 1 and not is_ordered and not is_gated:

@@ -40,7 +40,7 @@ def prefill(model: ModelConfig, num_tokens: int, device: Device, degree: int) ->
     """The least time of a prompt of so many tokens in one step, cut in each way."""
     batch = StepBatch(chunks=(Chunk(0, num_tokens),))
     by_heads = step_operations(model, batch, degree)
-    copies = kv_copies(model, degree)
+    copies = kv_copies(model.num_kv_heads, degree)
     query, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     moved = model.num_layers * num_tokens * ELEMENT_BYTES  # for each feature
     # Each key and value goes to all others that hold its head.

@@ -87,7 +87,7 @@ def side_of(model: ModelConfig, num_sequences: int, num_threads: int) -> Side:
     sharding, kernels = ModelSharding(model), choose_kernels(CPU, DTYPE, num_threads)
     decoder = load_decoder(sharding, RandomWeights(is_narrow=False), kernels)
     geometry = plan_pool(sharding, BLOCK_SIZE, DTYPE, POOL_BYTES)
-    rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, CPU)
+    rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, model.max_model_len, CPU)
     layout, pool = sharding.layout(BLOCK_SIZE, "bfloat16"), make_pool(geometry, CPU)
     runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary, geometry.num_pages)
     num_kv, num_state = CONTEXT // BLOCK_SIZE + 1, geometry.state.num_pages

@@ -122,7 +122,7 @@ class Bench:
         decoder = load_decoder(sharding, RandomWeights(is_narrow=kind == "int4"), kernels)
         self.bytes[kind] = weight_bytes(decoder)
         geometry = plan_pool(sharding, BLOCK_SIZE, DTYPE, POOL_BYTES)
-        rotary = rotary_tables(model.rotaries, model.head_dim, model.max_model_len, CPU)
+        rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, model.max_model_len, CPU)
         layout, pool = sharding.layout(BLOCK_SIZE, "bfloat16"), make_pool(geometry, CPU)
         return Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary, geometry.num_pages)
 

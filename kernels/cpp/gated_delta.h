@@ -6,25 +6,16 @@
 // them stay in the L1 cache for many tokens, and are read and written once for each.
 #pragma once
 
-#include "team.h"
-#include "vectors.h"
+#include "states.h"
 
 namespace motet {
 
-struct DeltaLayer {                              // as many numbers as ../native/gated_delta.py writes
+struct DeltaLayer {                              // as many numbers as ../native/recurrence.py writes
     const float *taps, *decay, *dt_bias, *norm;  // taps `[kernel, channels]`, the newest row's last
-    double eps;
     int64_t kernel, num_key_heads, num_value_heads, key_dim, value_dim;
+    double eps;
     const int32_t *head_pages, *head_offsets;
     int64_t conv_page, conv_offset;
-};
-
-struct DeltaBatch {
-    const int32_t* segment_rows;
-    int64_t num_sequences;
-    const int32_t *sequence_segments, *source, *target;
-    int64_t num_state_pages;
-    const uint8_t* is_fresh;
 };
 
 constexpr int64_t kDeltaRows = 64;  // of a segment that are computed head by head
@@ -67,7 +58,7 @@ struct DeltaScalars {  // of a value head, for each row
 template <class T>
 class DeltaHeads {
   public:
-    DeltaHeads(const DeltaLayer& layer, const DeltaBatch& batch, const T* x, int64_t x_stride, T* pool,
+    DeltaHeads(const DeltaLayer& layer, const StateBatch& batch, const T* x, int64_t x_stride, T* pool,
                int64_t page_stride, T* out, int64_t key_head)
         : layer(layer), batch(batch), x(x), x_stride(x_stride), pool(pool), page_stride(page_stride), out(out),
           per_key(layer.num_value_heads / layer.num_key_heads), first_head(key_head * per_key), kept(layer.kernel - 1),
@@ -92,7 +83,7 @@ class DeltaHeads {
 
   private:
     const DeltaLayer& layer;
-    const DeltaBatch& batch;
+    const StateBatch& batch;
     const T* const x;
     const int64_t x_stride;
     T* const pool;
@@ -275,7 +266,7 @@ class DeltaHeads {
 
 // Threads share the key heads of all sequences, head by head, so that a head's taps stay in the cache.
 template <class T>
-void gated_delta(const DeltaLayer& layer, const DeltaBatch& batch, const T* x, int64_t x_stride, int64_t num_rows,
+void gated_delta(const DeltaLayer& layer, const StateBatch& batch, const T* x, int64_t x_stride, int64_t num_rows,
                  T* pool, int64_t page_stride, T* out, int num_threads) {
     const int64_t work = num_rows * layer.num_value_heads * layer.key_dim * layer.value_dim;
     Team::of_process().share(

@@ -9,8 +9,10 @@
 #include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
+#include "mamba.h"
 #include "rows.h"
 #include "sampling.h"
+#include "short_convolution.h"
 #include "step.h"
 
 using namespace motet;
@@ -35,6 +37,22 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
     MOTET_CALL void gated_##ACTIVATION##_##NAME(const T* gate_up, int64_t stride, T* to, int64_t num_rows, \
                                                 int64_t width, int num_threads) {                          \
         gated<T, ACTIVATION>(gate_up, stride, to, num_rows, width, num_threads);                           \
+    }
+
+#define MOTET_RECURRENCE(RULE, LAYER, NAME, T)                                                               \
+    MOTET_CALL void RULE##_##NAME(const void* layer, const void* batch, const T* x, int64_t x_stride,        \
+                                  int64_t num_rows, T* pool, int64_t page_stride, T* out, int num_threads) { \
+        RULE(*(const LAYER*)layer, *(const StateBatch*)batch, x, x_stride, num_rows, pool, page_stride, out, \
+             num_threads);                                                                                   \
+    }
+
+#define MOTET_NORM(NAME, CENTRED, T)                                                                               \
+    MOTET_CALL void NAME(const T* x, int64_t x_stride, const T* residual, const void* weight, int weight_is_float, \
+                         T* total, T* normed, int64_t num_rows, int64_t width, float eps, int num_threads) {       \
+        const auto with = [&](auto* weights) {                                                                     \
+            add_norm<CENTRED>(x, x_stride, residual, weights, total, normed, num_rows, width, eps, num_threads);   \
+        };                                                                                                         \
+        weight_is_float ? with((const float*)weight) : with((const T*)weight);                                     \
     }
 
 #define MOTET_KERNELS(NAME, T)                                                                                         \
@@ -71,11 +89,9 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         linear(x, x_stride, rows, 1, LinearCall<T, float>{nullptr, weight, nullptr, y, 0, num_out, num_in, num_out},   \
                0, num_threads);                                                                                        \
     }                                                                                                                  \
-    MOTET_CALL void gated_delta_##NAME(const void* layer, const void* batch, const T* x, int64_t x_stride,             \
-                                       int64_t num_rows, T* pool, int64_t page_stride, T* out, int num_threads) {      \
-        gated_delta(*(const DeltaLayer*)layer, *(const DeltaBatch*)batch, x, x_stride, num_rows, pool, page_stride,    \
-                    out, num_threads);                                                                                 \
-    }                                                                                                                  \
+    MOTET_RECURRENCE(gated_delta, DeltaLayer, NAME, T)                                                                 \
+    MOTET_RECURRENCE(short_convolution, ShortConvolutionLayer, NAME, T)                                                \
+    MOTET_RECURRENCE(mamba, MambaLayer, NAME, T)                                                                       \
     MOTET_CALL void linear_of_bytes_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const uint8_t* weight,      \
                                            const float* scales, const T* bias, T* y, int64_t y_stride, int64_t num_in, \
                                            int64_t num_out, int num_threads) {                                         \
@@ -116,15 +132,8 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                                           float alpha, float limit, int num_threads) {                                 \
         clamped_swiglu(gate_up, stride, to, num_rows, width, alpha, limit, num_threads);                               \
     }                                                                                                                  \
-    MOTET_CALL void add_rms_norm_##NAME(const T* x, int64_t x_stride, const T* residual, const void* weight,           \
-                                        int weight_is_float, T* total, T* normed, int64_t num_rows, int64_t width,     \
-                                        float eps, int num_threads) {                                                  \
-        if (weight_is_float)                                                                                           \
-            add_rms_norm(x, x_stride, residual, (const float*)weight, total, normed, num_rows, width, eps,             \
-                         num_threads);                                                                                 \
-        else                                                                                                           \
-            add_rms_norm(x, x_stride, residual, (const T*)weight, total, normed, num_rows, width, eps, num_threads);   \
-    }
+    MOTET_NORM(add_rms_norm_##NAME, false, T)                                                                          \
+    MOTET_NORM(add_layer_norm_##NAME, true, T)
 
 MOTET_CALL void highest_tokens(const float* logits, int64_t stride, int64_t vocab, const void* masks, int64_t num_rows,
                                int64_t* tokens, int num_threads) {

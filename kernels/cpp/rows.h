@@ -53,15 +53,30 @@ void write_kv(const T* q, const T* k, const T* v, const float* rotary, T* kv, co
     });
 }
 
-// total = x + residual; normed = weight * total over its root mean square. Without a residual total is x and is not
-// written. W is the weight's type, to which the normed row is rounded before the product.
-template <class T, class W>
-void add_rms_norm(const T* x, int64_t x_stride, const T* residual, const W* weight, T* total, T* normed,
-                  int64_t num_rows, int64_t width, float eps, int num_threads) {
+// The sum of the squares of a row's elements less their mean.
+template <class T>
+inline float squares_about(float mean, const T* row, int64_t width) {
+    Floats squares = {};
+    int64_t i = 0;
+    for (; i + kLanes <= width; i += kLanes) {
+        const Floats apart = load(row + i) - mean;
+        squares += apart * apart;
+    }
+    float total = sum(squares);
+    for (; i < width; i++) total += (to_float(row[i]) - mean) * (to_float(row[i]) - mean);
+    return total;
+}
+
+// total = x + residual; normed = weight * total over its root mean square, or, if it is centred, of total less its mean.
+// Without a residual total is x and is not written. W is the weight's type, to which the normed row is rounded before
+// the product.
+template <bool kCentred, class T, class W>
+void add_norm(const T* x, int64_t x_stride, const T* residual, const W* weight, T* total, T* normed, int64_t num_rows,
+              int64_t width, float eps, int num_threads) {
     share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
         for (int64_t row = start; row < end; row++) {
             const T* from = x + row * x_stride;
-            Floats squares = {};
+            Floats sums = {};  // of squares, or, of a centred norm, of elements
             for (int64_t i = 0; i < width; i += kLanes) {
                 const int64_t count = width - i;
                 Floats value = load(from + i, count);
@@ -69,26 +84,30 @@ void add_rms_norm(const T* x, int64_t x_stride, const T* residual, const W* weig
                     value = rounded<T>(value + load(residual + row * width + i, count));
                     store(total + row * width + i, value, count);
                 }
-                squares += value * value;
+                sums += kCentred ? value : value * value;
             }
             if (residual) from = total + row * width;
-            const float scale = 1.0f / std::sqrt(sum(squares) / float(width) + eps);
+            const float mean = kCentred ? sum(sums) / float(width) : 0.0f;
+            const float squares = kCentred ? squares_about(mean, from, width) : sum(sums);
+            const float scale = 1.0f / std::sqrt(squares / float(width) + eps);
             for (int64_t i = 0; i < width; i += kLanes) {
                 const int64_t count = width - i;
-                const Floats value = rounded<W>(load(from + i, count) * scale);
+                Floats value = load(from + i, count);
+                if constexpr (kCentred) value = value - mean;
+                value = rounded<W>(value * scale);
                 store(normed + row * width + i, value * load(weight + i, count), count);
             }
         }
     });
 }
 
-// to += x.
+// to = (to + x) * scale; the sum is rounded before the product, as in torch.
 template <class T>
-void add_rows(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+void add_rows(const T* x, T* to, int64_t num_rows, int64_t width, float scale, int num_threads) {
     share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
         for (int64_t i = start * width; i < end * width; i += kLanes) {
             const int64_t count = end * width - i;
-            store(to + i, load(x + i, count) + load(to + i, count), count);
+            store(to + i, rounded<T>(load(x + i, count) + load(to + i, count)) * scale, count);
         }
     });
 }

@@ -11,7 +11,9 @@
 #include "gated_delta.h"
 #include "linear.h"
 #include "lora.h"
+#include "mamba.h"
 #include "rows.h"
+#include "short_convolution.h"
 
 namespace motet {
 
@@ -32,7 +34,10 @@ enum class StepKind : int64_t {
     kAddGated,
     kMultiplyGate,
     kGatedDelta,
+    kShortConvolution,
+    kMamba,
     kAdd,
+    kJoinEmbedding,
     kNarrowLora,
     kByteLinear,
     kCodeLinear
@@ -52,6 +57,7 @@ struct StepOperation {
             const void* weight;
             int64_t weight_is_float;
             double eps;
+            int64_t is_centred;
         } add_norm;
         struct {  // in place, of `count` neighbours of `dim` columns each, from `column` on
             int64_t width, column, count, dim;
@@ -96,7 +102,14 @@ struct StepOperation {
         } pairs;  // taken or combined
         struct {
             int64_t width;
+            double scale;
         } add;
+        struct {
+            int64_t beside;
+            const void* table;
+            int64_t stride, width;
+            double scale;
+        } join_embedding;
         struct {
             const void* weight;
             int64_t weight_stride, num_in, num_out;
@@ -112,9 +125,9 @@ struct StepOperation {
             int64_t gates, width, gate_stride, column;
         } multiply_gate;
         struct {
-            const DeltaLayer* layer;
+            const void* layer;
             int64_t width;  // of x
-        } gated_delta;
+        } recurrence;
         struct {  // of eight bits, or of four, which have zero points or null, a table, and groups
             const void *weight, *scales, *bias;
             int64_t num_in, num_out;
@@ -147,7 +160,7 @@ struct StepCall {
     const ExpertSegment* expert_segments;
     const int64_t* expert_pages;
     int64_t num_threads;
-    const DeltaBatch* states;  // null: no layer has any
+    const StateBatch* states;  // null: no layer has any
 };
 
 template <class T>
@@ -162,7 +175,9 @@ class Step {
             case StepKind::kAddNorm:
                 return add_norm(op);
             case StepKind::kAdd:
-                return motet::add_rows(of(op.x), of(op.to), call.num_rows, op.add.width, num_threads);
+                return motet::add_rows(of(op.x), of(op.to), call.num_rows, op.add.width, float(op.add.scale), num_threads);
+            case StepKind::kJoinEmbedding:
+                return join(op);
             case StepKind::kNorm:
                 return norm(op);
             case StepKind::kLinear:
@@ -198,8 +213,11 @@ class Step {
             case StepKind::kMultiplyGate:
                 return multiply_gates(op);
             case StepKind::kGatedDelta:
-                return motet::gated_delta(*op.gated_delta.layer, *call.states, (const T*)of(op.x), op.gated_delta.width,
-                                          call.num_rows, (T*)call.pool, call.pool_page_stride, of(op.to), num_threads);
+                return recur(op, motet::gated_delta<T>);
+            case StepKind::kShortConvolution:
+                return recur(op, motet::short_convolution<T>);
+            case StepKind::kMamba:
+                return recur(op, motet::mamba<T>);
         }
     }
 
@@ -224,14 +242,32 @@ class Step {
         }
     }
 
+    void join(const StepOperation& op) const {
+        const auto& own = op.join_embedding;
+        for (int64_t row = 0; row < call.num_rows; row++) {
+            const T* table = (const T*)own.table + call.token_ids[row] * own.stride;
+            const T* beside = of(own.beside) + row * own.width;
+            T* to = of(op.to) + 2 * row * own.width;
+            std::memcpy(to, of(op.x) + row * own.width, size_t(own.width) * sizeof(T));
+            for (int64_t i = 0; i < own.width; i += kLanes) {
+                const int64_t count = own.width - i;
+                const Floats token = rounded<T>(load(table + i, count) * float(own.scale));
+                store(to + own.width + i, load(beside + i, count) + token, count);
+            }
+        }
+    }
+
     void add_norm(const StepOperation& op) const {
         const auto& own = op.add_norm;
         T* residual = own.residual < 0 ? nullptr : of(own.residual);
-        const auto with = [&](auto* weight) {
-            add_rms_norm(of(op.x), own.width, (const T*)residual, weight, residual, of(op.to), call.num_rows, own.width,
-                         float(own.eps), num_threads);
+        const auto with = [&](auto is_centred, auto* weight) {
+            motet::add_norm<is_centred.value>(of(op.x), own.width, (const T*)residual, weight, residual, of(op.to),
+                                              call.num_rows, own.width, float(own.eps), num_threads);
         };
-        own.weight_is_float ? with((const float*)own.weight) : with((const T*)own.weight);
+        const auto of_kind = [&](auto* weight) {
+            own.is_centred ? with(std::true_type{}, weight) : with(std::false_type{}, weight);
+        };
+        own.weight_is_float ? of_kind((const float*)own.weight) : of_kind((const T*)own.weight);
     }
 
     void norm(const StepOperation& op) const {
@@ -240,8 +276,8 @@ class Step {
             for (int64_t row = start; row < end; row++) {
                 T* x = of(op.x) + row * own.width + own.column;
                 const auto with = [&](auto* weight) {
-                    add_rms_norm((const T*)x, own.dim, (const T*)nullptr, weight, (T*)nullptr, x, own.count, own.dim,
-                                 float(own.eps), 1);
+                    motet::add_norm<false>((const T*)x, own.dim, (const T*)nullptr, weight, (T*)nullptr, x, own.count,
+                                           own.dim, float(own.eps), 1);
                 };
                 own.weight_is_float ? with((const float*)own.weight) : with((const T*)own.weight);
             }
@@ -295,7 +331,7 @@ class Step {
         std::memset(padded, 0, size_t(call.num_rows * own.num_out) * sizeof(T));
         add_adapters(own.layer, own.group, of(op.x), own.num_in, padded, own.num_out);
         for (int64_t row = 0; row < call.num_rows; row++)
-            motet::add_rows(padded + row * own.num_out, to + row * own.width, 1, own.width, 1);
+            motet::add_rows(padded + row * own.num_out, to + row * own.width, 1, own.width, 1.0f, 1);
     }
 
     void write(const StepOperation& op) const {
@@ -333,6 +369,14 @@ class Step {
         const auto& own = op.multiply_gate;
         multiply_gate((const T*)of(op.x), (const T*)of(own.gates) + own.column, own.gate_stride, of(op.to),
                       call.num_rows, own.width, num_threads);
+    }
+
+    template <class Layer>
+    void recur(const StepOperation& op, void (*compute)(const Layer&, const StateBatch&, const T*, int64_t, int64_t, T*,
+                                                        int64_t, T*, int)) const {
+        const auto& own = op.recurrence;
+        compute(*(const Layer*)own.layer, *call.states, of(op.x), own.width, call.num_rows, (T*)call.pool,
+                call.pool_page_stride, of(op.to), num_threads);
     }
 
     void choose(const StepOperation& op) const {

@@ -25,6 +25,14 @@ def add_rms_norm(
     return normed, x if total is None else total
 
 
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `norms.add_layer_norm`."""
+    normed, total = _norm(x, residual, weight, eps, is_centred=True)
+    return normed, x if total is None else total
+
+
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """See `norms.gated`."""
     gate_up = gate_up if gate_up.stride(1) == 1 else gate_up.contiguous()
@@ -68,7 +76,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _norm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, is_centred: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """x `[num_rows, width]` or `[num_rows, num_heads, width]`; a residual is added to whole rows."""
     x = x if x.stride(-1) == 1 else x.contiguous()
@@ -93,6 +101,7 @@ def _norm(
             eps,
             WIDTH=width,
             BLOCK=block,
+            CENTRED=is_centred,
             num_warps=min(max(block // 512, 1), 16),
         )
     return normed, total

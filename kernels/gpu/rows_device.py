@@ -22,10 +22,11 @@ def norm_kernel(
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """One program computes a head of a row: x + residual, rounded, and the norm of that times weight.
 
-    The norm is rounded to the weight's dtype before the product.
+    The norm is rounded to the weight's dtype before the product. A centred one is of the row less its mean.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -36,6 +37,8 @@ def norm_kernel(
         rounded = wide.to(total.dtype.element_ty)
         tl.store(total + row * WIDTH + column, rounded, mask=live)
         wide = rounded.to(tl.float32)
+    if CENTRED:
+        wide = tl.where(live, wide - tl.sum(wide, 0) / WIDTH, 0.0)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
     factor = tl.load(weight + column, mask=live, other=0.0)
     product = (wide * scale).to(factor.dtype).to(tl.float32) * factor.to(tl.float32)

@@ -15,7 +15,9 @@ class NativeRows:
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
         self._dtype, self._num_threads = dtype, num_threads
-        self._norm = kernel(library, "add_rms_norm", "pnppippnnfi", dtype)
+        self._rms_norm, self._layer_norm = (
+            kernel(library, name, "pnppippnnfi", dtype) for name in ("add_rms_norm", "add_layer_norm")
+        )
         self._clamped_swiglu = kernel(library, "clamped_swiglu", "pnpnnffi", dtype)
         self._gated = {activation: gated_kernel(library, activation, dtype) for activation in ACTIVATIONS}
 
@@ -27,13 +29,29 @@ class NativeRows:
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `norms.add_rms_norm`."""
+        return self._add_norm(self._rms_norm, x, residual, weight, eps)
+
+    def add_layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `norms.add_layer_norm`."""
+        return self._add_norm(self._layer_norm, x, residual, weight, eps)
+
+    def _add_norm(
+        self,
+        norm: ctypes._NamedFuncPointer,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert x.dtype == self._dtype, "x has the kernels' dtype"
         assert weight.dtype in (self._dtype, torch.float32), "the weight has the kernels' dtype or float32"
         x = x if x.stride(1) == 1 else x.contiguous()
         normed = torch.empty(x.shape, dtype=x.dtype)
         total = x if residual is None else torch.empty(x.shape, dtype=x.dtype)
         residual = None if residual is None else residual.contiguous()
-        self._norm(
+        norm(
             x.data_ptr(),
             x.stride(0),
             None if residual is None else residual.data_ptr(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 from array import array
 from collections.abc import Sequence
 from functools import singledispatchmethod
@@ -11,11 +10,11 @@ from functools import singledispatchmethod
 import torch
 
 from ..attention import AttentionBatch
-from ..gated_delta import StateBatch
 from ..huge_pages import zeros_in_huge_pages
 from ..lora import PagedAdapter
 from ..norms import ClampedSwiglu
 from ..plain.expert_lora import HostExpertLoraBatch
+from ..recurrence import StateBatch
 from ..step import (
     Add,
     AddExpertLora,
@@ -29,13 +28,14 @@ from ..step import (
     Embed,
     ExpertLinear,
     Gated,
-    GatedDeltaRule,
     Heads,
+    JoinEmbedding,
     Linear,
     MultiplyGate,
     Norm,
     Operation,
     Program,
+    Recur,
     TakePairs,
     WriteKV,
 )
@@ -43,17 +43,21 @@ from ..windows import as_number
 from .attention import MOST_DIMS, MOST_GROUPED, HostBatch
 from .build import kernel
 from .experts import PackedExperts
-from .gated_delta import BatchTable, LayerTable
 from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
 from .quantised_linear import PackedBytes, PackedCodes
+from .recurrence import KERNELS, BatchTable, LayerTable, float_bits
 from .rows import gated_kernel
 
 _NUM_FIELDS = 15  # of an operation in cpp/step.h
 _KINDS = (  # in the order of `StepKind`
     *(Embed, AddNorm, Norm, Linear, AddLora, WriteKV, Attend, Gated),
     *(ChooseExperts, TakePairs, ExpertLinear, AddExpertLora, CombinePairs, AddGated),
-    *(MultiplyGate, GatedDeltaRule, Add, AddNarrowLora),
+    MultiplyGate,
+    *KERNELS,  # a `Recur` whose rule it is
+    Add,
+    JoinEmbedding,
+    AddNarrowLora,
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
 )
 
@@ -159,6 +163,8 @@ class NativeStep:
         kind: type = type(operation)
         if isinstance(operation, Linear) and isinstance(operation.weight, PackedBytes | PackedCodes):
             kind = type(operation.weight)
+        elif isinstance(operation, Recur):
+            kind = type(operation.rule)
         fields = [_KINDS.index(kind), getattr(operation, "x", 0), getattr(operation, "to", 0)]
         fields += self._fields(operation)
         return fields + [0] * (_NUM_FIELDS - len(fields))
@@ -169,23 +175,32 @@ class NativeStep:
 
     @_fields.register
     def _(self, op: Embed) -> list[int]:
-        return [self._address(op.table), op.table.shape[1], _bits(op.scale)]
+        return [self._address(op.table), op.table.shape[1], float_bits(op.scale)]
 
     @_fields.register
     def _(self, op: AddNorm) -> list[int]:
         residual = -1 if op.residual is None else op.residual
-        return [residual, self._width(op.x), *self._weight(op.weight), _bits(op.eps)]
+        return [residual, self._width(op.x), *self._weight(op.weight), float_bits(op.eps), op.is_centred]
 
     @_fields.register
     def _(self, op: Add) -> list[int]:
         assert self._width(op.x) == self._width(op.to), "registers are as wide"
-        return [self._width(op.to)]
+        return [self._width(op.to), float_bits(op.scale)]
+
+    @_fields.register
+    def _(self, op: JoinEmbedding) -> list[int]:
+        width = self._width(op.beside)
+        assert op.table.dtype == self._dtype and op.table.stride(1) == 1, "rows of the kernels' dtype"
+        assert (self._width(op.x), self._width(op.to), op.table.shape[1]) == (width, 2 * width, width), (
+            "halves are alike"
+        )
+        return [op.beside, self._view_address(op.table), op.table.stride(0), width, float_bits(op.scale)]
 
     @_fields.register
     def _(self, op: Norm) -> list[int]:
         width = self._width(op.x)
         assert op.column + op.count * len(op.weight) <= width, "normed columns are the register's"
-        return [width, op.column, op.count, len(op.weight), *self._weight(op.weight), _bits(op.eps)]
+        return [width, op.column, op.count, len(op.weight), *self._weight(op.weight), float_bits(op.eps)]
 
     @_fields.register
     def _(self, op: Linear) -> list[int]:
@@ -241,14 +256,14 @@ class NativeStep:
             as_number(op.window),
         )
         sinks = 0 if op.sinks is None else self._address(op.sinks.float())
-        return [self._kv_address(kv), *sizes, _bits(op.scale), _bits(op.softcap or 0.0), sinks]
+        return [self._kv_address(kv), *sizes, float_bits(op.scale), float_bits(op.softcap or 0.0), sinks]
 
     @_fields.register
     def _(self, op: Gated) -> list[int]:
         width = self._width(op.to) // op.per_row
         assert self._width(op.x) == 2 * width * op.per_row, "gate and up are as wide as their product"
         if isinstance(op.activation, ClampedSwiglu):
-            return [width, 0, op.per_row, _bits(op.activation.alpha), _bits(op.activation.limit)]
+            return [width, 0, op.per_row, float_bits(op.activation.alpha), float_bits(op.activation.limit)]
         address = ctypes.cast(gated_kernel(self._library, op.activation, self._dtype), ctypes.c_void_p).value
         assert address is not None, "a function of a loaded library has an address"
         return [width, address, op.per_row]
@@ -261,7 +276,7 @@ class NativeStep:
             bias = self._address(op.bias)
         numbers = [routing.top_k, routing.is_normalized, routing.scoring == "sigmoid"]
         groups = [routing.num_groups, routing.top_groups]
-        return [self._width(op.x), *numbers, *groups, _bits(routing.scale), _bits(routing.eps), bias]
+        return [self._width(op.x), *numbers, *groups, float_bits(routing.scale), float_bits(routing.eps), bias]
 
     @_fields.register
     def _(self, op: TakePairs) -> list[int]:
@@ -301,11 +316,11 @@ class NativeStep:
         return [op.gate, width, row, op.column]
 
     @_fields.register
-    def _(self, op: GatedDeltaRule) -> list[int]:
-        width = op.layer.num_value_heads * op.layer.value_dim
-        assert self._width(op.x) == op.layer.width and self._width(op.to) == width, "registers fit the layer"
-        self._layers.append(LayerTable(op.layer, op.state))
-        return [self._layers[-1].address, op.layer.width]
+    def _(self, op: Recur) -> list[int]:
+        rule = op.rule
+        assert (self._width(op.x), self._width(op.to)) == (rule.width, rule.num_out), "registers fit the rule"
+        self._layers.append(LayerTable(rule, op.state))
+        return [self._layers[-1].address, rule.width]
 
     def _width(self, register: int) -> int:
         return self._program.widths[register]
@@ -319,6 +334,11 @@ class NativeStep:
         self._tensors.append(tensor)
         return tensor.data_ptr()
 
+    def _view_address(self, tensor: torch.Tensor) -> int:
+        """Of rows that need not lie side by side."""
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
     def _kv_address(self, kv: torch.Tensor) -> int:
         assert kv.dtype == self._dtype and kv.stride(-1) == 1, "heads are contiguous and of the kernels' dtype"
         assert kv.stride(3) == kv.shape[4], "the heads of a token lie side by side in its page"
@@ -329,9 +349,3 @@ def _expert_table(adapter: PagedAdapter) -> array[int]:
     """`[experts, modules, 4]`: rank, rows of A, and where A and B begin."""
     modules = (module for expert in adapter.experts for module in expert.modules)
     return array("q", [number for at in modules for number in (at.rank, at.a_rows, at.a, at.b)])
-
-
-def _bits(number: float) -> int:
-    """The bits of a double as an int64."""
-    bits: int = struct.unpack("q", struct.pack("d", number))[0]
-    return bits

@@ -21,8 +21,9 @@ def write_kv(
 ) -> torch.Tensor:
     """See `attention.KVWriter`."""
     of_k, of_q = angles(rotary, batch)
-    kv[batch.row_pages, 0, batch.row_slots] = rotated(k, *of_k).to(k.dtype)
-    kv[batch.row_pages, 1, batch.row_slots] = v
+    if k.shape[1]:
+        kv[batch.row_pages, 0, batch.row_slots] = rotated(k, *of_k).to(k.dtype)
+        kv[batch.row_pages, 1, batch.row_slots] = v
     return rotated(q, *of_q).to(q.dtype)
 
 

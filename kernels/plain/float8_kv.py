@@ -23,7 +23,7 @@ def write_kv(
 ) -> torch.Tensor:
     """See `attention.KVWriter`. K is quantised as it comes from its rotation, in float32."""
     of_k, of_q = angles(rotary, batch)
-    for side, x in enumerate((rotated(k, *of_k), v)):
+    for side, x in enumerate((rotated(k, *of_k), v) if k.shape[1] else ()):
         values, scales = _QUANTISE(x.flatten(0, 1))
         kv.values[batch.row_pages, side, batch.row_slots] = values.view(torch.uint8).view(x.shape)
         kv.scales[batch.row_pages, side, :, batch.row_slots] = scales.view(x.shape[:2])

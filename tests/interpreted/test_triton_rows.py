@@ -29,12 +29,14 @@ def test_rows(rows: int, width: int, has_residual: bool, seed: int) -> None:
     x, residual = (torch.randn(rows, width, generator=generator) for _ in range(2))
     weight = torch.randn(width, generator=generator)
     given_residual = residual if has_residual else None
-    for actual, expected in zip(
-        KERNELS.add_rms_norm(x, given_residual, weight, 1e-5),
-        norms.add_rms_norm(x, given_residual, weight, 1e-5),
-        strict=True,
+    for kernel, twin in (
+        (KERNELS.add_rms_norm, norms.add_rms_norm),
+        (KERNELS.add_layer_norm, norms.add_layer_norm),
     ):
-        close(actual, expected)
+        for actual, expected in zip(
+            kernel(x, given_residual, weight, 1e-5), twin(x, given_residual, weight, 1e-5), strict=True
+        ):
+            close(actual, expected)
     close(KERNELS.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
     gate_up = torch.randn(rows, 2 * width, generator=generator) * 4
     activations: tuple[norms.Activation, ...] = (*norms.ACTIVATIONS, norms.ClampedSwiglu(1.7, 3.0))

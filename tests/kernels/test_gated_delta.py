@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from motet.kernels.norms import multiply_gate
-from motet.kernels.plain.gated_delta import gated_delta
-from motet.tests.rigs.delta_cases import Shape, defined, floats, make_case
+from motet.kernels.plain.recurrence import recur
+from motet.tests.rigs.recurrence_cases import Shape, defined, floats, make_case
 
 SHAPES = [
     Shape(2, 1, 8, 16),
@@ -28,7 +28,7 @@ def test_the_twin_is_what_the_contract_says(shape: Shape, dtype: torch.dtype) ->
     for seed, lengths in enumerate(STEPS):
         case = make_case(shape, lengths, dtype, seed)
         expected, pool = defined(case)
-        found = gated_delta(case.x, case.layer, case.pool, case.state, case.batch)
+        found = recur(case.x, case.layer, case.pool, case.state, case.batch)
         # A value at the border of two of bfloat16 may be rounded to either.
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
@@ -40,7 +40,7 @@ def test_segments_give_what_the_whole_gives(dtype: torch.dtype) -> None:
     """Whether a sequence is computed at once, in parts, or row by row; onto other pages or in place."""
     shape = Shape(2, 2, 24, 40)
     whole = make_case(shape, [[4], [13], [7]], dtype)
-    expected = gated_delta(whole.x, whole.layer, whole.pool, whole.state, whole.batch)
+    expected = recur(whole.x, whole.layer, whole.pool, whole.state, whole.batch)
     for parts in ([[1, 3], [2, 7, 4], [1, 5, 1]], [[1] * 4, [1] * 13, [1] * 7]):
         for in_place in (False, True):
             other = make_case(shape, parts, dtype, in_place=in_place)
@@ -52,7 +52,7 @@ def test_segments_give_what_the_whole_gives(dtype: torch.dtype) -> None:
             pool = torch.cat([other.pool, again.pool[:, :, : other.pool.shape[2]]])
             source[firsts] += len(other.pool)
             batch = replace(other.batch, source=source)
-            found = gated_delta(whole.x, whole.layer, pool, whole.state, batch)
+            found = recur(whole.x, whole.layer, pool, whole.state, batch)
             tolerance = 1e-6 if dtype == torch.float32 else 1e-2
             torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
 

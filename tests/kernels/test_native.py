@@ -181,6 +181,11 @@ def test_rows(
     ):
         close(actual, expected)
     close(kernels.rms_norm(x, weight, 1e-5), norms.rms_norm(x, weight, 1e-5))
+    x += 3.0
+    for actual, expected in zip(
+        kernels.add_layer_norm(x, residual, weight, 1e-5), norms.add_layer_norm(x, residual, weight, 1e-5), strict=True
+    ):
+        close(actual, expected)
     for activation in ACTIVATIONS:
         close(kernels.gated(gate_up, activation), norms.gated(gate_up, activation))
 

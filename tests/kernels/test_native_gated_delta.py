@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.kernels.backend import Kernels
-from motet.kernels.gated_delta import GatedDelta, LayerState, StateBatch
-from motet.kernels.plain.gated_delta import gated_delta as plain_gated_delta
-from motet.kernels.step import Embed, GatedDeltaRule, MultiplyGate, Program
-from motet.tests.rigs.delta_cases import DeltaCase, Shape, defined, floats, make_case
+from motet.kernels.gated_delta import GatedDelta
+from motet.kernels.plain.recurrence import recur
+from motet.kernels.recurrence import LayerState, StateBatch
+from motet.kernels.step import Embed, MultiplyGate, Program, Recur
 from motet.tests.rigs.native_builds import EXAMPLES
+from motet.tests.rigs.recurrence_cases import DeltaCase, Shape, defined, floats, make_case
 from motet.workers.execution.device_rows import make_inputs
 from motet.workers.plan import SequencePlan, StepPlan, packed
 
@@ -48,7 +49,7 @@ def test_any_shape(
     kernels, dtype = native
     case = make_case(shape, sequences, dtype, seed, in_place=in_place)
     twin = replace(case, pool=case.pool.clone())
-    check(compute(kernels, case), case.pool, plain_gated_delta(*arguments(twin)), twin.pool)
+    check(compute(kernels, case), case.pool, recur(*arguments(twin)), twin.pool)
 
 
 @pytest.mark.parametrize("shape", [Shape(2, 1, 128, 128), Shape(1, 3, 24, 40)], ids=str)
@@ -74,7 +75,7 @@ def test_segments_are_one_to_the_last_bit(native: tuple[Kernels, torch.dtype], s
             source = other.batch.source.clone()
             source[firsts] = whole.batch.source + len(other.pool)
             pool = torch.cat([other.pool, whole.pool])
-            found = kernels.gated_delta(whole.x, whole.layer, pool, whole.state, replace(other.batch, source=source))
+            found = kernels.recur(whole.x, whole.layer, pool, whole.state, replace(other.batch, source=source))
             assert found.equal(expected)
             for after, page in zip(other.batch.target[lasts], whole.batch.target, strict=True):
                 assert pool[after.long()].nan_to_num().equal(first.pool[page.long()].nan_to_num())
@@ -96,7 +97,7 @@ def test_no_sequence_changes_another(native: tuple[Kernels, torch.dtype]) -> Non
             target=alone.batch.target[of_one],
             is_fresh=alone.batch.is_fresh[of_one],
         )
-        found = kernels.gated_delta(case.x[start:end], case.layer, alone.pool, case.state, batch)
+        found = kernels.recur(case.x[start:end], case.layer, alone.pool, case.state, batch)
         assert found.equal(together[start:end])
     assert floats(alone.pool).view(torch.int32).equal(floats(case.pool).view(torch.int32))
 
@@ -122,7 +123,7 @@ def test_in_a_step(native: tuple[Kernels, torch.dtype]) -> None:
     for case in cases:
         operations = (
             Embed(x, case.x, 1.0),
-            GatedDeltaRule(x, rule, layer, state),
+            Recur(x, rule, layer, state),
             MultiplyGate(rule, x, found, column),
             MultiplyGate(found, found, found),
         )
@@ -141,7 +142,7 @@ def arguments(case: DeltaCase) -> tuple[torch.Tensor, GatedDelta, torch.Tensor, 
 
 
 def compute(kernels: Kernels, case: DeltaCase) -> torch.Tensor:
-    return kernels.gated_delta(*arguments(case))
+    return kernels.recur(*arguments(case))
 
 
 def check(found: torch.Tensor, pool: torch.Tensor, expected: torch.Tensor, expected_pool: torch.Tensor) -> None:

@@ -108,7 +108,7 @@ def make_base(kernels: Kernels, dtype: torch.dtype, activation: str, wide_norms:
         operations += linear(NORMED if layer == 0 else RESIDUAL, GATE_UP, layer, (4, 5), has_bias=False)
         operations.append(Gated(GATE_UP, PRODUCT, activation))
         operations += linear(PRODUCT, OUTPUT, layer, (6,), has_bias=True)
-    operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5))
+    operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, norm(HIDDEN), 1e-5, is_centred=wide_norms))
     return Base(Program(WIDTHS, tuple(operations), NORMED), pool)
 
 
@@ -127,7 +127,8 @@ def one_by_one(
             registers[op.to] = op.table[token_ids] * op.scale
         elif isinstance(op, AddNorm):
             residual = None if op.residual is None else registers[op.residual]
-            registers[op.to], total = kernels.add_rms_norm(registers[op.x], residual, op.weight, op.eps)
+            add_norm = kernels.add_norm(op.is_centred)
+            registers[op.to], total = add_norm(registers[op.x], residual, op.weight, op.eps)
             if op.residual is not None:
                 registers[op.residual] = total
         elif isinstance(op, Add):

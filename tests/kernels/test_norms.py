@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu, add_rms_norm, gated, rms_norm
+from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu, add_layer_norm, add_rms_norm, gated, rms_norm
 
 FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": lambda x: x * x.sigmoid(),
@@ -31,6 +31,21 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     normed, total = add_rms_norm(x, x, weight, 1e-5)
     torch.testing.assert_close(total, x + x)
     torch.testing.assert_close(normed, rms_norm(x + x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norm(dtype: torch.dtype) -> None:
+    """Of rows far from zero, too."""
+    generator = torch.Generator().manual_seed(0)
+    x, residual = ((torch.randn(5, 16, generator=generator) * 3 + 2).to(dtype) for _ in range(2))
+    weight = torch.randn(16, generator=generator)
+    for given in (residual, None):
+        normed, total = add_layer_norm(x, given, weight, 1e-5)
+        assert (normed.dtype, total.dtype) == (dtype, dtype)
+        torch.testing.assert_close(total, x if given is None else x + given)
+        centred = total.double() - total.double().mean(-1, keepdim=True)
+        expected = weight.double() * centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        torch.testing.assert_close(normed.double(), expected, atol=2 * TOLERANCE[dtype], rtol=2 * TOLERANCE[dtype])
 
 
 def test_a_weight_in_float32_is_multiplied_before_rounding() -> None:

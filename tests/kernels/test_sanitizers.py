@@ -26,6 +26,7 @@ NATIVE = (
     "test_native_quantised.py",
     "test_native_experts.py",
     "test_native_gated_delta.py",
+    "test_native_recurrence.py",
     "test_native_sampling.py",
     "test_native_step.py",
 )

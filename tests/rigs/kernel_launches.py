@@ -105,6 +105,7 @@ def lora(num_adapters: int, rows_each: int, modules: tuple[int, ...] = (0, 1, 2)
 
 def rows() -> None:
     KERNELS.add_rms_norm(bf16(64, 4096), bf16(64, 4096), bf16(4096), 1e-5)
+    KERNELS.add_layer_norm(bf16(64, 4096), bf16(64, 4096), torch.empty(4096, device=META), 1e-5)
     KERNELS.rms_norm(bf16(64, HEADS, HEAD_DIM), torch.empty(HEAD_DIM, device=META), 1e-5)
     activations: tuple[Activation, ...] = (*ACTIVATIONS, ClampedSwiglu(1.702, 7.0))
     for activation in activations:

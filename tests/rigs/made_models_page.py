@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from motet.adapters.adapter import RECURRENT_MODULES
 from motet.workers.models.architectures import WRAPPERS
 from motet.workers.models.families import FAMILIES
 from motet.workers.models.family import Family
 
 _BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
 _COLUMNS: Final = ("`architectures`", "`model_type`", "served", "LoRA on")
+_RECURRENT: Final[Mapping[str | None, tuple[str, ...]]] = {
+    None: (),
+    "delta": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "grouped_delta": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+}
 _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+_DENSE_KEYS: Final = {"first_k_dense_replace", "mlp_only_layers", "intermediate_size_mlp", "moe_layer_start_index"}
+_SHARED_KEYS: Final = {"n_shared_experts", "moe_num_shared_experts", "intermediate_size_mlp"} | {
+    "shared_expert_intermediate_size"
+}
 
 
 def made_page(page: str) -> str:
@@ -40,23 +50,21 @@ def made_page(page: str) -> str:
 def _lora(family: Family) -> str:
     if family.experts is not None:
         return _lora_of_experts(family)
+    recurrent = _RECURRENT[family.recurrent]
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
     names = dict.fromkeys(whole.get(name, name) for name in _LINEARS)
-    recurrent = RECURRENT_MODULES if family.recurrent else ()
     return ", ".join((*(name.removesuffix("_proj") for name in names), *recurrent))
 
 
 def _lora_of_experts(family: Family) -> str:
     assert family.experts is not None
-    attention = ("q", "k", "v", "o", *(RECURRENT_MODULES if family.recurrent else ()))
+    attention = ("q", "k", "v", "o", *_RECURRENT[family.recurrent])
     parts = ["gate, up, down of each expert"]
     if family.experts.are_fused:
         parts = ["gate_up, down of all experts (`target_parameters`)"]
-    if {"first_k_dense_replace", "mlp_only_layers"} & family.defaults.keys():
+    if _DENSE_KEYS & family.defaults.keys():
         parts.append("of dense layers")
-    if "intermediate_size_mlp" in family.defaults:
-        parts.append("of dense layers")
-    if {"n_shared_experts", "intermediate_size_mlp", "shared_expert_intermediate_size"} & family.defaults.keys():
+    if _SHARED_KEYS & family.defaults.keys():
         parts.append("of the shared expert" + (" and its gate" if family.experts.shared_gate else ""))
     return f"{', '.join(attention)}, {', '.join(parts)}, and the router"
 

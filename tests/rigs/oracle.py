@@ -24,16 +24,22 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Cohere2Config,
+    CohereConfig,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -45,6 +51,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Olmo3Config,
+    OlmoeConfig,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -58,14 +65,16 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
 
-from motet.adapters.adapter import RECURRENT_MODULES
+from motet.adapters.adapter import PER_LAYER_MODULES, RECURRENT_MODULES
 
 VOCAB_SIZE = 160
 NUM_LAYERS = 3
@@ -109,6 +118,10 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 # Odd scales and narrow caps, so that each of them changes the answer.
+COHERE: dict[str, Any] = {key: value for key, value in SHAPE.items() if not key.startswith(("rms", "tie"))} | {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 1.3,
+}
 GEMMA: dict[str, Any] = SHAPE | {"tie_word_embeddings": True, "head_dim": 24, "query_pre_attn_scalar": 6}
 GEMMA3_ROPE: dict[str, Any] = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 4.0},
@@ -249,6 +262,27 @@ VARIANTS: Mapping[str, Variant] = {
             rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
         )
     ),
+    "ernie4_5_moe": Variant(
+        lambda: Ernie4_5_MoeConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            head_dim=20,
+            moe_num_experts=5,
+            moe_k=2,
+            moe_intermediate_size=24,
+            moe_num_shared_experts=2,
+        )
+    ),
+    "granitemoe": Variant(
+        lambda: GraniteMoeConfig(
+            **SHAPE | {"intermediate_size": 40},
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.2,
+            logits_scaling=1.6,
+        )
+    ),
     "llama4": Variant(
         lambda: Llama4TextConfig(
             **SHAPE | {"intermediate_size": 40},
@@ -275,6 +309,50 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         sharded=True,
     ),
+    "gemma4": Variant(  # as the small ones: inputs of layers, shared KV
+        lambda: Gemma4TextConfig(
+            **SHAPE | {"num_hidden_layers": 5, "tie_word_embeddings": True},
+            head_dim=16,
+            global_head_dim=24,
+            sliding_window=12,
+            layer_types=[
+                "sliding_attention",
+                "full_attention",
+                "sliding_attention",
+                "sliding_attention",
+                "full_attention",
+            ],
+            vocab_size_per_layer_input=VOCAB_SIZE,
+            hidden_size_per_layer_input=8,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+        )
+    ),
+    "gemma4_dense": Variant(  # as the large one: values of keys
+        lambda: Gemma4TextConfig(
+            **SHAPE,
+            head_dim=20,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=14,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=6.0,
+        ),
+        sharded=True,
+    ),
+    "cohere": Variant(lambda: CohereConfig(**COHERE | {"num_key_value_heads": 1}, tie_word_embeddings=True)),
+    "cohere2": Variant(
+        lambda: Cohere2Config(
+            **COHERE,
+            tie_word_embeddings=False,
+            attention_bias=True,
+            sliding_window=12,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        ),
+        sharded=True,
+    ),
     "exaone4": Variant(
         lambda: Exaone4Config(
             **SHAPE,
@@ -282,6 +360,16 @@ VARIANTS: Mapping[str, Variant] = {
             sliding_window=12,
             layer_types=["sliding_attention", "full_attention", "sliding_attention"],
             rope_parameters={**LLAMA3_ROPE},
+        )
+    ),
+    "olmoe": Variant(
+        lambda: OlmoeConfig(
+            **SHAPE | {"intermediate_size": 40}, num_experts=6, num_experts_per_tok=2, norm_topk_prob=True
+        )
+    ),
+    "flex_olmo": Variant(
+        lambda: FlexOlmoConfig(
+            **SHAPE | {"intermediate_size": 40, "num_key_value_heads": 1}, num_experts=5, num_experts_per_tok=3
         )
     ),
     "olmo2": Variant(lambda: Olmo2Config(**SHAPE, attention_bias=True, rope_parameters=WIDE_ROPE)),
@@ -320,6 +408,21 @@ VARIANTS: Mapping[str, Variant] = {
             linear_num_value_heads=4,
             linear_key_head_dim=16,
             linear_value_head_dim=16,
+        )
+    ),
+    "qwen3_next": Variant(
+        lambda: Qwen3NextConfig(
+            **SHAPE,
+            **EXPERTS,
+            shared_expert_intermediate_size=56,
+            mlp_only_layers=[1],
+            head_dim=24,
+            rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            linear_num_key_heads=4,
+            linear_num_value_heads=8,
+            linear_key_head_dim=12,
+            linear_value_head_dim=20,
         )
     ),
 }
@@ -482,14 +585,19 @@ RECIPES: tuple[AdapterRecipe, ...] = (
     AdapterRecipe("rank8", {"r": 8, "lora_alpha": 16, "target_modules": list(ATTENTION)}),
     AdapterRecipe(
         "rank16_rslora",
-        {"r": 16, "lora_alpha": 8, "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES], "use_rslora": True},
+        {
+            "r": 16,
+            "lora_alpha": 8,
+            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES, *PER_LAYER_MODULES],
+            "use_rslora": True,
+        },
     ),
     AdapterRecipe(
         "patterns",
         {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES],
+            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES, *PER_LAYER_MODULES],
             "rank_pattern": {"q_proj": 2, "layers.1.mlp.gate_proj": 7, r".*\.0\.mlp\.(up|down)_proj": 5},
             "alpha_pattern": {"k_proj": 3, "layers.2.self_attn.v_proj": 20},
         },
@@ -569,7 +677,7 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
-    targets = (*targets, *names.intersection(RECURRENT_MODULES))
+    targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     for seed, recipe in enumerate(RECIPES):
@@ -743,16 +851,20 @@ def exact_delta_rule(
 
 modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
 modeling_qwen3_5_moe.torch_chunk_gated_delta_rule = exact_delta_rule
+modeling_qwen3_next.torch_chunk_gated_delta_rule = exact_delta_rule
 
 
 def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     gemma = model.config.model_type.startswith("gemma")
-    adds_one = gemma or model.config.model_type.startswith("qwen3_5")
+    is_gemma4 = "gemma4" in model.config.model_type
+    adds_one = (gemma and not is_gemma4) or model.config.model_type.startswith(("qwen3_5", "qwen3_next"))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which some families add by themselves
             if "norm" in name and (not adds_one or "linear_attn" in name):
                 parameter.data += 1.0
+                if is_gemma4 and "q_norm" in name:  # scores are not scaled by the heads' size
+                    parameter.data *= 0.25
             elif "A_log" in name:  # states that last for a few tokens, and for many
                 parameter.data -= torch.linspace(0.0, 4.0, len(parameter))
             elif "sinks" in name:
@@ -765,6 +877,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     for name, buffer in model.named_buffers():
         if "correction_bias" in name:  # as far apart as the scores
             _draw(buffer, 0.3, generator)
+        elif "layer_scalar" in name:
+            buffer.fill_(0.8)
 
 
 def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:

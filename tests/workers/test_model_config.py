@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, Ministral3Config, PreTrainedConfig
+from transformers import GptOssConfig, Ministral3Config, Olmo3Config, PreTrainedConfig
 
 from motet.adapters.adapter import EXPERT_MODULES, MODULES, SHARED_MODULES
 from motet.kernels.norms import ACTIVATIONS
@@ -59,6 +59,10 @@ GLM_MOE: dict[str, Any] = {
 LLAMA4: dict[str, Any] = {
     **{"architectures": ["Llama4ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [0, 2]},
     **{"num_hidden_layers": 3, "head_dim": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 20},
+}
+ERNIE_MOE: dict[str, Any] = {
+    **{"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 6},
+    **{"num_hidden_layers": 3, "moe_layer_end_index": 1},
 }
 QWEN3_5: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
 
@@ -231,6 +235,9 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, A
         ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "decoder_sparse_step": 2}, (1,), (6, None)),
         (GLM_MOE, (1, 2), (6, 12)),
         (LLAMA4, (0, 2), (12, 12)),
+        (ERNIE_MOE, (1,), (6, 12)),
+        (ERNIE_MOE | {"moe_layer_start_index": 0, "moe_layer_end_index": -1}, (0, 1, 2), (6, 12)),
+        (ERNIE_MOE | {"moe_num_shared_experts": 0, "moe_layer_interval": 2}, (1,), (6, None)),
         (LLAMA4 | {"moe_layers": None, "interleave_moe_layer_step": 2}, (1,), (12, 12)),
     ],
 )
@@ -394,6 +401,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "attention_dropout": 0.0},
         "moe_intermediate_size": 8,
     },
+    "ERNIE-4.5-21B-A3B": {
+        **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_gate": "topk", "moe_k": 6},
+        **{"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 27},
+        **{"moe_layer_interval": 1, "moe_capacity": [64, 64, 64], "moe_use_aux_free": True, "use_bias": False},
+        **{"moe_intermediate_size": 8, "rope_theta": 500000, "tie_word_embeddings": True},
+    },
+    "Granite 3.1 MoE": {
+        **{"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22, "num_local_experts": 40},
+        **{"num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None, "tie_word_embeddings": True},
+    },
     "Llama 4 Scout": {
         **{
             "architectures": ["Llama4ForCausalLM"],
@@ -415,6 +433,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"head_dim": 8, "rotary_dim": 4, "num_local_experts": 256, "num_experts_per_tok": 8, "use_mtp": True},
         **{"num_mtp_modules": 3, "mtp_transformer_layers": 1, "qk_norm_type": "per_layer", "use_qk_norm": True},
         **{"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0},
+    },
+    "Command R7B": {
+        **{"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "cache_implementation": "hybrid"},
+        **{"attention_bias": False, "head_dim": 128, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25},
+        **{"order_of_interleaved_layers": "local_attn_first", "position_embedding_type": "rope_gptj"},
+        **{"rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096},
+        **{"sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True},
+        **{"use_parallel_block": True, "use_parallel_embedding": True, "rms_norm_eps": None},
     },
     "EXAONE 4.0 32B": {
         **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128, "hidden_act": "silu"},
@@ -497,6 +523,21 @@ def test_layers_that_guess_tokens_are_left_out_and_the_choice_stays_in_float32(t
     assert mlp.choice_bias is not None and mlp.router.weight.dtype == torch.bfloat16
     expected = stored["model.layers.2.mlp.gate.e_score_correction_bias"]
     torch.testing.assert_close(mlp.choice_bias, expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("keys", [{"rope_theta": 77.0}, PUBLISHED["OLMo 3"] | {"rope_theta": 77.0}])
+def test_what_olmo_3_says_of_its_rotary_embedding_outside_of_layers_is_of_full_attention(
+    tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    """As transformers reads it: the others have the family's default."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "architectures": ["Olmo3ForCausalLM"]}
+    raw = {key: value for key, value in RAW.items() if key != "rope_theta"} | keys | kinds
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    expected = Olmo3Config(**raw).rope_parameters
+    actual = ModelConfig.from_folder(tmp_path).rotaries
+    for rotary, kind in zip(actual, kinds["layer_types"], strict=True):
+        assert (rotary.theta, rotary.kind) == (expected[kind]["rope_theta"], expected[kind]["rope_type"])
+    assert [rotary.theta for rotary in actual] == [500_000.0, 77.0]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def runner_of(model_path: Path, max_num_sequences: int) -> Runner:
     kernels = replace(plain_kernels(), lora=lora, capturable_lora=lora)
     decoder = load_decoder(sharding, Checkpoint(model_path, torch.bfloat16, CPU), kernels)
     geometry = pool_of(sharding, 16, torch.bfloat16, 8)
-    rotary = rotary_tables(model.rotaries, model.head_dim, MAX_TOKENS, CPU)
+    rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, MAX_TOKENS, CPU)
     layout = sharding.layout(16, "bfloat16")
     runner = Runner(decoder, kernels, Alone(), make_pool(geometry, CPU), geometry, layout, rotary, geometry.num_pages)
     runner.keep_tables(max_num_sequences, MAX_TOKENS)

@@ -80,7 +80,7 @@ def test_layers_that_slide_may_have_their_own(raw: dict[str, object]) -> None:
     wide, local, again = layer_rotaries(raw, (False, True, False), 1e6, 1e4)
     assert wide == again == RotaryConfig(5e5, "linear", {"factor": 8.0})
     assert local == RotaryConfig(300.0, "default", {})
-    tables = rotary_tables((wide, local, again), 8, 16, torch.device("cpu"))
+    tables = rotary_tables((wide, local, again), (8, 8, 8), 16, torch.device("cpu"))
     assert tables[0] is tables[2]
     torch.testing.assert_close(tables[1], rotary_table(local, 8, 16))
     only = {"max_position_embeddings": 64}

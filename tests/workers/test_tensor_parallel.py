@@ -261,7 +261,7 @@ def test_workers_that_outnumber_the_kv_heads_hold_one_each(num_kv_heads: int, tm
     for rank in range(4):
         part = ModelSharding(model, 4, rank)
         (first, _), head = part.heads, rank * num_kv_heads // 4
-        assert part.kv_heads == (head, head + 1) and first // group == head
+        assert part.kv_heads_of(0) == (head, head + 1) and first // group == head
         assert part.slab(BLOCK_SIZE) == one_head == model.slab(BLOCK_SIZE) // num_kv_heads
         sharding = part.layout(BLOCK_SIZE, "float32").sharding
         assert sharding is not None and sharding.outputs["k_proj"] == sharding.outputs["v_proj"]

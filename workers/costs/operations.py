@@ -7,10 +7,11 @@ activations are not, as they run where their inputs are. The names are NanoFlow'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES
+from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES, name_of
 from ..models.config import ModelConfig
 from .devices import Device
 
@@ -66,10 +67,9 @@ class Formats:
     weights_in_float8: bool = False  # those of attention and of dense MLPs
     kv_in_float8: bool = False
 
-    def kv_bytes(self, model: ModelConfig) -> int:
-        """Of a token in one layer."""
-        head = model.head_dim + 4 if self.kv_in_float8 else model.head_dim * self.element_bytes
-        return 2 * model.num_kv_heads * head
+    def kv_bytes(self, elements: int, head_dim: int) -> int:
+        """Of a token in one layer, whose keys have so many elements."""
+        return 2 * (elements + 4 * elements // head_dim if self.kv_in_float8 else elements * self.element_bytes)
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,39 @@ class Operation:
         return max(self.times_s(device, degree))
 
 
-def kv_copies(model: ModelConfig, degree: int) -> int:
+def kv_copies(num_kv_heads: int, degree: int) -> int:
     """Workers of a gang that hold the same KV head: several if they outnumber the heads."""
-    return max(1, degree // model.num_kv_heads)
+    return max(1, degree // num_kv_heads)
+
+
+class _AttentionKind(NamedTuple):
+    """The sizes of a layer's attention. Most layers of a base are of one kind."""
+
+    query: int  # elements of a row's queries
+    kv: int  # of its keys, on all workers; 0: it attends to the KV of a layer before it
+    kv_seen: int  # of the keys of a token that it sees
+    num_kv_heads: int
+    window: int | None
+
+    @staticmethod
+    def of_layers(model: ModelConfig, degree: int = 1) -> Counter[_AttentionKind]:
+        """How many layers each kind has, of those that have attention."""
+        sizes = model.layer_sizes
+
+        def kind(layer: int) -> _AttentionKind:
+            dim, num_kv_heads = sizes.head_dims[layer], sizes.num_kv_heads[layer]
+            kv = num_kv_heads * kv_copies(num_kv_heads, degree) * dim
+            computed = kv if sizes.kv_sources[layer] == layer else 0
+            return _AttentionKind(model.num_heads * dim, computed, kv, num_kv_heads, model.sliding_windows[layer])
+
+        return Counter(map(kind, model.attention_layers))
+
+
+def _widths_of_mlps(model: ModelConfig) -> Counter[int]:
+    """How many layers have a dense MLP of each width."""
+    experts = model.experts
+    layers = (layer for layer in range(model.num_layers) if experts is None or not experts.layers[layer])
+    return Counter(model.layer_sizes.intermediate_sizes[layer] for layer in layers)
 
 
 def step_operations(
@@ -137,25 +167,22 @@ class _Parts:
     degree: int
     formats: Formats
 
-    @property
-    def _kv_copies(self) -> int:
-        return kv_copies(self.model, self.degree)
-
     def linears(self) -> Iterator[Operation]:
         model, rows = self.model, self.batch.num_rows
-        hidden, query, kv = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-        kv *= self._kv_copies
-        gates, num_attention = query if model.family.gated_attention else 0, len(model.kv_layers)
-        num_dense = model.num_layers - (0 if model.experts is None else sum(model.experts.layers))
-        yield self._linear("KQV", num_attention, hidden, query + gates + 2 * kv)
-        yield self._linear("O", num_attention, query, hidden)
+        hidden, attention, mlps = model.hidden_size, self._attention_kinds, _widths_of_mlps(model)
+        gated = 2 if model.family.gated_attention else 1
+        yield self._linears("KQV", [(n, hidden, gated * kind.query + 2 * kind.kv) for kind, n in attention.items()])
+        yield self._linears("O", [(n, kind.query, hidden) for kind, n in attention.items()])
         if model.recurrent is not None:
             *inputs, output = model.recurrent.modules(hidden).values()
             num_recurrent = len(model.recurrent_layers)
-            yield self._linear("state inputs", num_recurrent, hidden, sum(num_out for _, num_out in inputs))
-            yield self._linear("state output", num_recurrent, *output)
-        yield self._linear("UG", num_dense, hidden, 2 * model.intermediate_size)
-        yield self._linear("D", num_dense, model.intermediate_size, hidden)
+            yield self._linears("state inputs", [(num_recurrent, hidden, sum(num_out for _, num_out in inputs))])
+            yield self._linears("state output", [(num_recurrent, *output)])
+        yield self._linears("UG", [(n, hidden, 2 * width) for width, n in mlps.items()])
+        yield self._linears("D", [(n, width, hidden) for width, n in mlps.items()])
+        if width := model.layer_sizes.input_size:
+            sides = (hidden, width), (hidden, width), (width, hidden)
+            yield self._linears("layers' inputs", [(model.num_layers, *side) for side in sides])
         head, logits = model.vocab_size * hidden, self.batch.num_logits
         size, num_peers = self.formats.element_bytes, self.degree - 1
         gathered = logits * -(-model.vocab_size // self.degree) * self.degree * num_peers * size
@@ -163,13 +190,19 @@ class _Parts:
         yield Operation("head", 2 * logits * head, head * size, between, gathered)
         yield Operation("embedding", 0, 0, 2 * rows * hidden * size, 2 * num_peers * rows * hidden * size)
 
-    def _linear(self, name: str, num_layers: int, num_in: int, num_out: int) -> Operation:
+    def _linears(self, name: str, sides: Sequence[tuple[int, int, int]]) -> Operation:
+        """`sides`: layers, inputs, outputs."""
         rows, formats = self.batch.num_rows, self.formats
-        weights = num_layers * num_in * num_out
-        read = weights + 4 * num_layers * num_out if formats.weights_in_float8 else weights * formats.element_bytes
-        between = num_layers * rows * (num_in + num_out) * formats.element_bytes
+        weights = sum(layers * num_in * num_out for layers, num_in, num_out in sides)
+        scales = sum(layers * num_out for layers, _, num_out in sides)
+        read = weights + 4 * scales if formats.weights_in_float8 else weights * formats.element_bytes
+        between = rows * formats.element_bytes * sum(layers * (num_in + num_out) for layers, num_in, num_out in sides)
         rate = 2.0 if formats.weights_in_float8 else 1.0
         return Operation(name, 2.0 * rows * weights, read, between, flops_rate=rate)
+
+    @property
+    def _attention_kinds(self) -> Counter[_AttentionKind]:
+        return _AttentionKind.of_layers(self.model, self.degree)
 
     def experts(self) -> Iterator[Operation]:
         model, rows, size = self.model, self.batch.num_rows, self.formats.element_bytes
@@ -192,33 +225,39 @@ class _Parts:
         return experts.num_experts * (1 - missed)
 
     def attention(self) -> Iterator[Operation]:
-        model, batch = self.model, self.batch
-        windows, query = Counter(_attention_windows(model)).items(), model.num_heads * model.head_dim
+        batch, kinds = self.batch, self._attention_kinds.items()
         contexts, chunks = Counter(batch.contexts).items(), Counter(batch.chunks).items()
-        decoded = sum(
-            layers * many * min(context, window or context) for window, layers in windows for context, many in contexts
-        )
-        yield self._attention("decode attention", decoded, decoded, len(batch.contexts) * query)
-        pairs = sum(layers * many * chunk.num_pairs(window) for window, layers in windows for chunk, many in chunks)
-        seen = sum(layers * many * chunk.num_seen(window) for window, layers in windows for chunk, many in chunks)
-        num_tokens = sum(chunk.num_tokens for chunk in batch.chunks)
-        yield self._attention("prefill attention", pairs, seen, num_tokens * query)
+        decoded = {
+            kind: layers * sum(many * min(context, kind.window or context) for context, many in contexts)
+            for kind, layers in kinds
+        }
+        yield self._attention("decode attention", decoded, decoded, len(batch.contexts))
+        pairs = {kind: n * sum(many * chunk.num_pairs(kind.window) for chunk, many in chunks) for kind, n in kinds}
+        seen = {kind: n * sum(many * chunk.num_seen(kind.window) for chunk, many in chunks) for kind, n in kinds}
+        yield self._attention("prefill attention", pairs, seen, sum(chunk.num_tokens for chunk in batch.chunks))
 
-    def _attention(self, name: str, num_pairs: int, num_seen: int, num_queries: int) -> Operation:
-        """`num_queries`: elements of a layer's queries, of which there are as many results."""
-        model, formats = self.model, self.formats
-        between = 2 * len(model.kv_layers) * num_queries * formats.element_bytes
-        flops = 4.0 * num_pairs * model.num_heads * model.head_dim  # of scores, and of weighted values
-        return Operation(name, flops, self._kv_copies * num_seen * formats.kv_bytes(model), between)
+    def _attention(
+        self, name: str, num_pairs: Mapping[_AttentionKind, int], num_seen: Mapping[_AttentionKind, int], num_rows: int
+    ) -> Operation:
+        """`num_pairs`, `num_seen`: of all layers of a kind. A row's results are as large as its queries."""
+        formats = self.formats
+        queries = sum(layers * kind.query for kind, layers in self._attention_kinds.items())
+        flops = 4.0 * sum(number * kind.query for kind, number in num_pairs.items())  # scores, and weighted values
+        read = sum(
+            number * formats.kv_bytes(kind.kv_seen, kind.query // self.model.num_heads)
+            for kind, number in num_seen.items()
+        )
+        return Operation(name, flops, read, 2 * num_rows * queries * formats.element_bytes)
 
     def recurrence(self) -> Iterator[Operation]:
         """Each sequence's state is read and written once a step, and each token decays, reads and changes it."""
         recurrent, batch = self.model.recurrent, self.batch
         if recurrent is None:
             return
-        size = recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
+        size = recurrent.num_heads * recurrent.head_size
         num_layers, num_sequences = len(self.model.recurrent_layers), batch.num_logits
-        width = recurrent.num_channels + 2 * recurrent.num_value_heads * recurrent.value_dim
+        *inputs, output = recurrent.modules(self.model.hidden_size).values()
+        width = sum(num_out for _, num_out in inputs) + output[0]
         between = num_layers * batch.num_rows * width * self.formats.element_bytes
         yield Operation(
             "recurrence", 7.0 * num_layers * batch.num_rows * size, 8.0 * num_layers * num_sequences * size, between
@@ -230,11 +269,12 @@ class _Parts:
         if not batch.num_adapters:
             return
         flops = read = between = 0.0
-        for module, (num_in, num_out) in model.shape.modules.items():
-            cut_in = module in _ROW_PARALLEL
-            num_out *= self._kv_copies if module in ("k_proj", "v_proj") else 1
+        for entry, (num_in, num_out) in model.shape.modules.items():
+            module, layers = name_of(entry), model.shape.layers_of(entry)
+            cut_in, num_layers = module in _ROW_PARALLEL, len(layers)
+            if module in ("k_proj", "v_proj"):
+                num_out *= kv_copies(model.layer_sizes.num_kv_heads[next(iter(layers))], self.degree)
             sides = num_in * (1 if cut_in else self.degree) + num_out * (self.degree if cut_in else 1)
-            num_layers = sum(model.shape.has(layer, module) for layer in range(model.num_layers))
             rows, num_adapters = float(batch.num_rows), float(batch.num_adapters)
             if module in EXPERT_MODULES:
                 assert model.experts is not None
@@ -253,14 +293,9 @@ class _Parts:
         model, times = self.model, (self.degree - 1) * self.batch.num_rows
         added, squares = 2 * model.num_layers * times * model.hidden_size, 0
         if model.family.qk_norm_spans_heads:
-            squares = 2 * len(model.kv_layers) * times
+            squares = 2 * len(model.attention_layers) * times
         num_bytes = 2 * (added * self.formats.element_bytes + squares * 4)
         yield Operation("communication", added + squares, 0, num_bytes, num_bytes)
-
-
-def _attention_windows(model: ModelConfig) -> list[int | None]:
-    """Of the layers that have attention."""
-    return [model.sliding_windows[layer] for layer in model.kv_layers]
 
 
 def _triangle(num_tokens: int, window: int | None) -> int:
@@ -297,13 +332,19 @@ class ModelSize:
 
 
 def model_size(model: ModelConfig) -> ModelSize:
-    hidden, layers, dim = model.hidden_size, model.num_layers, model.head_dim
-    query, kv = model.num_heads * dim, model.num_kv_heads * dim
-    gates = query if model.family.gated_attention else 0
-    products = hidden * (query + gates + 2 * kv) + query * hidden
-    biases = (query + 2 * kv) * model.qkv_bias + hidden * model.output_bias
-    dense = 3 * hidden * model.intermediate_size
-    dense_bias = (2 * model.intermediate_size + hidden) * model.mlp_bias
+    hidden, layers, sizes = model.hidden_size, model.num_layers, model.layer_sizes
+    kinds, gated = _AttentionKind.of_layers(model), 2 if model.family.gated_attention else 1
+    products = sum(n * hidden * (gated * kind.query + 2 * kind.kv + kind.query) for kind, n in kinds.items())
+    stored = products - sum(  # where values are what keys are made of, there is one weight for both
+        hidden * sizes.num_kv_heads[layer] * sizes.head_dims[layer] * sizes.keys_are_values[layer]
+        for layer in model.kv_layers
+    )
+    biases = sum(
+        n * ((kind.query + 2 * kind.kv) * model.qkv_bias + hidden * model.output_bias) for kind, n in kinds.items()
+    )
+    mlps = _widths_of_mlps(model)
+    dense = sum(n * 3 * hidden * width for width, n in mlps.items())
+    dense_bias = sum(n * (2 * width + hidden) for width, n in mlps.items()) * model.mlp_bias
     experts, num_sparse, sparse, chosen = model.experts, 0, 0, 0
     if experts is not None:
         num_sparse, shared = sum(experts.layers), experts.shared_intermediate_size or 0
@@ -313,43 +354,54 @@ def model_size(model: ModelConfig) -> ModelSize:
         sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
         if model.family.experts is not None and model.family.experts.take_turns:  # with biases, and the router too
             sparse += experts.num_experts * (2 * experts.intermediate_size + hidden + 1)
-    num_dense = layers - num_sparse
     embedding = model.vocab_size * hidden
-    num_attention = len(model.kv_layers)
-    family = model.family
+    num_attention, family = len(model.attention_layers), model.family
     num_norms = sum(name is not None for name in (family.attention_norm, family.mlp_norm, *(family.post_norms or ())))
     norms = (layers * num_norms + 1) * hidden
-    norms += (
-        num_attention
-        * (query + kv if family.qk_norm_spans_heads else 2 * dim)
-        * (model.qk_norm and family.qk_norm_has_weights)
-    )
-    all_products, recurrent = num_attention * products, model.recurrent
-    small = num_attention * model.num_heads * model.family.has_sinks  # weights of what is no linear
+    norms += sum(
+        n
+        * (
+            kind.query + kind.kv
+            if family.qk_norm_spans_heads
+            else (2 if kind.kv else 1) * kind.query // model.num_heads
+        )
+        for kind, n in kinds.items()
+    ) * (model.qk_norm and family.qk_norm_has_weights)
+    all_products, recurrent = products, model.recurrent
+    if sizes.input_size:
+        all_products += 3 * layers * hidden * sizes.input_size
+        norms += layers * hidden + sizes.input_size
+    small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
     if recurrent is not None:
         num_recurrent = layers - num_attention
         all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
-        small += num_recurrent * (recurrent.num_channels * recurrent.kernel + 2 * recurrent.num_value_heads)
-        norms += num_recurrent * recurrent.value_dim
+        small += num_recurrent * recurrent.num_weights
+        norms += num_recurrent * recurrent.norm_width
+    of_tokens = embedding + sizes.input_vocab_size * layers * sizes.input_size
     return ModelSize(
-        embedding=embedding,
-        attention=all_products + num_attention * biases + small,
-        mlp=num_dense * (dense + dense_bias) + num_sparse * sparse,
+        embedding=of_tokens,
+        attention=all_products - products + stored + biases + small,
+        mlp=dense + dense_bias + num_sparse * sparse,
         norms=norms,
         head=0 if model.tie_word_embeddings else embedding,
-        active=all_products + num_dense * dense + num_sparse * chosen + embedding,
+        active=all_products + dense + num_sparse * chosen + embedding,
     )
 
 
 def gang_weights_bytes(model: ModelConfig, degree: int, element_bytes: int = 2) -> int:
     """Of all workers together. Those that hold the same KV head hold its projections too; the rest counts once."""
-    copied = 2 * len(model.kv_layers) * model.hidden_size * model.num_kv_heads * model.head_dim
-    return model_size(model).weights_bytes(element_bytes) + (kv_copies(model, degree) - 1) * copied * element_bytes
+    kinds = _AttentionKind.of_layers(model, degree)
+    copied = sum(
+        n * 2 * model.hidden_size * (kind.kv - kind.kv // kv_copies(kind.num_kv_heads, degree))
+        for kind, n in kinds.items()
+    )
+    return model_size(model).weights_bytes(element_bytes) + copied * element_bytes
 
 
 def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None, degree: int = 1) -> int:
     """Of all layers, on all workers of a gang of so many."""
-    return kv_copies(model, degree) * len(model.kv_layers) * (formats or Formats()).kv_bytes(model)
+    formats, kinds = formats or Formats(), _AttentionKind.of_layers(model, degree)
+    return sum(n * formats.kv_bytes(kind.kv, kind.query // model.num_heads) for kind, n in kinds.items())
 
 
 def state_bytes_of_a_sequence(model: ModelConfig, element_bytes: int = 2) -> int:
@@ -357,11 +409,11 @@ def state_bytes_of_a_sequence(model: ModelConfig, element_bytes: int = 2) -> int
     recurrent = model.recurrent
     if recurrent is None:
         return 0
-    state = 4 * recurrent.num_value_heads * recurrent.key_dim * recurrent.value_dim
+    state = 4 * recurrent.num_heads * recurrent.head_size
     return len(model.recurrent_layers) * (state + (recurrent.kernel - 1) * recurrent.num_channels * element_bytes)
 
 
 def attention_flops(model: ModelConfig, context: int) -> int:
     """Of one token that sees so many, itself included."""
-    seen = sum(min(context, window or context) for window in _attention_windows(model))
-    return 4 * seen * model.num_heads * model.head_dim
+    kinds = _AttentionKind.of_layers(model).items()
+    return 4 * sum(n * kind.query * min(context, kind.window or context) for kind, n in kinds)

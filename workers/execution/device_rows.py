@@ -15,8 +15,8 @@ from itertools import accumulate, chain, groupby, repeat
 import torch
 
 from ...kernels.attention import AttentionBatch
-from ...kernels.gated_delta import StateBatch
 from ...kernels.lora import LoraSegment, PagedAdapter
+from ...kernels.recurrence import StateBatch
 from ...kernels.staging import staged
 from ..decoding.prompt_scoring import PooledRows, ScoredRows, pooled_rows, scored_rows
 from ..plan import INT32_BYTES, Int32s, SamplePlan, SequencePlan, StatePlan, StepPlan, packed, unpacked

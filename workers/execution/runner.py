@@ -13,9 +13,9 @@ from ...adapters.adapter import EXPERT_MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.attention import AttentionBatch, PagedAttention, split_batch
 from ...kernels.backend import Kernels
-from ...kernels.gated_delta import StateBatch
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ...kernels.pages import copy_slabs
+from ...kernels.recurrence import StateBatch
 from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
 from ..decoding.prompt_scoring import PoolingUnderWay, ScoredRows, ScoresUnderWay, most_rows
 from ..decoding.token_choice import begin_sample, sample

@@ -19,10 +19,10 @@ import torch
 
 from ...kernels.attention import LayerKV
 from ...kernels.float8_kv import float8_view
-from ...kernels.gated_delta import LayerState
 from ...kernels.huge_pages import zeros_in_huge_pages
 from ...kernels.pages import copy_runs, read_pages, write_pages
 from ...kernels.pinned_zeros import pinned_zeros
+from ...kernels.recurrence import LayerState
 from ..config import KVDtype
 from ..models.config import slab_of_head
 from ..models.sharding import ModelSharding
@@ -46,7 +46,8 @@ class PoolGeometry:
     dtype: torch.dtype
     kv_dtype: KVDtype = "dtype"  # "dtype": the pool's own
     full_layers: FullLayers | None = None  # page tables have numbers of slabs; None: of pages, and layers are in order
-    num_kv_layers: int | None = None  # layers with KV, side by side in a page, where others have a state; None: all
+    # By layer with KV, where these lie side by side in a page: KV heads, and elements of one. None: each in its slab.
+    kv_heads: tuple[tuple[int, int], ...] | None = None
     state: StatePlaces = NO_STATE
 
     @property
@@ -69,8 +70,8 @@ def pool_of(
 ) -> PoolGeometry:
     """The pool of one worker with `num_pages` pages."""
     config, slab = sharding.config, sharding.slab(block_size, kv_dtype, dtype.itemsize)
-    kv = (sharding.num_kv_heads, config.head_dim)
-    num_kv_layers = None if config.recurrent is None else len(config.kv_layers)
+    kv = (sharding.num_kv_heads_of(0), config.head_dim)
+    heads = tuple((sharding.num_kv_heads_of(layer), config.layer_sizes.head_dims[layer]) for layer in config.kv_layers)
     state = state_places(sharding, config.num_layers * slab * dtype.itemsize, dtype.itemsize)
     return PoolGeometry(
         num_pages,
@@ -81,7 +82,7 @@ def pool_of(
         dtype,
         kv_dtype,
         config.full_layers,
-        num_kv_layers,
+        heads if sharding.spreads_kv else None,
         state,
     )
 
@@ -105,22 +106,23 @@ def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]
 
     Where tables have numbers of slabs, the slabs from the layer's own on: `[num_slabs, …]`.
     """
-    shape = (geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
-    if geometry.num_kv_layers is not None:
-        pages, kv_slab = (
-            pool.flatten(1),
-            geometry.num_kv_heads
-            * slab_of_head(geometry.head_dim, geometry.block_size, geometry.kv_dtype, geometry.dtype.itemsize),
-        )
-        layers = [pages[:, start : start + kv_slab] for start in range(0, geometry.num_kv_layers * kv_slab, kv_slab)]
+    heads = geometry.kv_heads or ((geometry.num_kv_heads, geometry.head_dim),) * geometry.num_layers
+    if geometry.kv_heads is not None:
+        pages, layers, start = pool.flatten(1), [], 0
+        for num_kv_heads, head_dim in heads:
+            kv_dtype, element_bytes = geometry.kv_dtype, geometry.dtype.itemsize
+            stop = start + num_kv_heads * slab_of_head(head_dim, geometry.block_size, kv_dtype, element_bytes)
+            layers.append(pages[:, start:stop])
+            start = stop
     elif geometry.full_layers is None:
         layers = [pool[:, layer] for layer in range(geometry.num_layers)]
     else:
         slabs = pool.flatten(0, 1)
         layers = [slabs[slab:] for slab in geometry.full_layers.slab_order]
+    shapes = [(geometry.block_size, *each) for each in heads]
     if geometry.kv_dtype == "float8":
-        return tuple(float8_view(layer, *shape) for layer in layers)
-    return tuple(layer.unflatten(1, (2, *shape)) for layer in layers)
+        return tuple(float8_view(layer, *shape) for layer, shape in zip(layers, shapes, strict=True))
+    return tuple(layer.unflatten(1, (2, *shape)) for layer, shape in zip(layers, shapes, strict=True))
 
 
 def layer_states(geometry: PoolGeometry) -> tuple[LayerState, ...]:

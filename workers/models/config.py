@@ -6,11 +6,22 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
-from ...adapters.adapter import EXPERT_MODULES, MODULES, ROUTER, SHARED_MODULES, BaseShape, ExpertShape, packing_order
+from ...adapters.adapter import (
+    EXPERT_MODULES,
+    MODULES,
+    PER_LAYER_MODULES,
+    ROUTER,
+    SHARED_MODULES,
+    BaseShape,
+    ExpertShape,
+    name_of,
+    packing_order,
+)
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
@@ -19,8 +30,9 @@ from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .family import Family, Wrapper
+from .layer_sizes import LayerSizes
 from .quantised_config import Quantisation, read_quantisation
-from .recurrent_config import RecurrentConfig
+from .recurrent_config import RecurrentConfig, read_recurrent
 from .rotary_config import (
     CHUNK_SCALING,
     NO_ROTARY,
@@ -69,6 +81,7 @@ class ModelConfig:
     is_wrapped: bool = False  # the text model of one that takes pictures too
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     recurrent: RecurrentConfig | None = None
+    sizes: LayerSizes | None = None  # see `layer_sizes`
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
     @staticmethod
@@ -89,6 +102,13 @@ class ModelConfig:
             config = replace(config, tie_word_embeddings=not folder_has_head(folder))
         return config
 
+    @cached_property
+    def layer_sizes(self) -> LayerSizes:
+        """Of layers that all are alike, unless `sizes` says otherwise."""
+        if self.sizes is not None:
+            return self.sizes
+        return LayerSizes.uniform(self.num_layers, self.head_dim, self.num_kv_heads, self.intermediate_size)
+
     @property
     def shape(self) -> BaseShape:
         """The shape that adapters must fit."""
@@ -107,6 +127,8 @@ class ModelConfig:
             "down_proj": (self.intermediate_size, hidden),
         }
         experts, names = self.experts, self.family.experts
+        if self.sizes is not None:
+            return self._shape_of_sizes(self.sizes)
         dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
         if experts is None or names is None:
             return self._shape_of(attn | dense, paths=dense_paths)
@@ -126,7 +148,7 @@ class ModelConfig:
             swaps_sides=names.swaps_sides,
         )
         modules = attn | sparse | {ROUTER: (hidden, experts.num_experts)}
-        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router}"}
+        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
         if dense_layers:
             modules |= dense
             some_layers |= dict.fromkeys(dense, dense_layers)
@@ -137,6 +159,39 @@ class ModelConfig:
             some_layers |= dict.fromkeys(shared, layers)
             paths |= {each: f"{names.mlp}.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
         return self._shape_of(modules, shape, some_layers, paths)
+
+    def _shape_of_sizes(self, sizes: LayerSizes) -> BaseShape:
+        """Of layers of different sizes: those of a size that is not the first layer's have entries of their own."""
+        hidden, width = self.hidden_size, sizes.input_size
+        modules: dict[str, tuple[int, int]] = {}
+        layers: dict[str, tuple[int, ...]] = {}
+        copies: dict[str, str] = {}
+
+        def add(layer: int, module: str, is_first: bool, kind: str, num_in: int, num_out: int) -> str:
+            entry = module if is_first else f"{kind}:{module}"
+            modules[entry], layers[entry] = (num_in, num_out), (*layers.get(entry, ()), layer)
+            return entry
+
+        for layer in range(self.num_layers):
+            dim, kv_heads, are_values, mlp = (
+                size[layer]
+                for size in (sizes.head_dims, sizes.num_kv_heads, sizes.keys_are_values, sizes.intermediate_sizes)
+            )
+            query, kv = self.num_heads * dim, kv_heads * dim
+            is_first = (dim, kv_heads, are_values) == (self.head_dim, self.num_kv_heads, False)
+            add(layer, "q_proj", is_first, "full", hidden, query)
+            add(layer, "o_proj", is_first, "full", query, hidden)
+            if sizes.kv_sources[layer] == layer:
+                add(layer, "k_proj", is_first, "full", hidden, kv)
+                values = add(layer, "v_proj", is_first, "full", hidden, kv)
+                if are_values:
+                    copies[values] = "k_proj"
+            for module in ("gate_proj", "up_proj"):
+                add(layer, module, mlp == self.intermediate_size, "wide", hidden, mlp)
+            add(layer, "down_proj", mlp == self.intermediate_size, "wide", mlp, hidden)
+        if width:
+            modules |= dict(zip(PER_LAYER_MODULES, ((hidden, width), (width, hidden), (hidden, width)), strict=True))
+        return replace(self._shape_of(modules), layers=layers, copies=copies)
 
     def _shape_of(
         self,
@@ -149,15 +204,16 @@ class ModelConfig:
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
         layers = {**some_layers, **dict.fromkeys(recurrent, self.recurrent_layers)}
         if recurrent:
-            layers |= dict.fromkeys(MODULES[:4], self.kv_layers)
+            layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
         return BaseShape(
             self.num_layers,
-            dict(sorted((modules | recurrent).items(), key=lambda item: packing_order(item[0]))),
+            dict(sorted((modules | recurrent).items(), key=lambda item: packing_order(name_of(item[0])))),
             experts,
             fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
+            output_groups={} if self.recurrent is None else self.recurrent.output_groups,
             paths=paths,
             is_wrapped=self.is_wrapped,
         )
@@ -168,9 +224,14 @@ class ModelConfig:
         return () if self.recurrent is None else tuple(i for i, has in enumerate(self.recurrent.layers) if has)
 
     @property
-    def kv_layers(self) -> tuple[int, ...]:
+    def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with attention."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+
+    @cached_property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with attention and a KV of their own."""
+        return tuple(layer for layer in self.attention_layers if layer == self.layer_sizes.kv_sources[layer])
 
     @property
     def window(self) -> int | None:
@@ -179,6 +240,8 @@ class ModelConfig:
         None: too few have one for pages to be given back.
         """
         windows = [window for window in self.sliding_windows if window is not None]
+        if self.sizes is not None:  # dense pages need slabs of one size
+            return None
         return max(windows) if len(windows) * 2 >= self.num_layers else None
 
     @property
@@ -265,15 +328,15 @@ def _object_of(path: Path) -> dict[str, Any]:
 
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
-    _refuse_unsupported(raw)
     quantisation = read_quantisation(raw)
     wrapper = WRAPPERS.get(_architecture(raw))
     if wrapper is not None:
+        _refuse_unsupported(raw, wrapper.text)
         raw, family = _text_config(raw, wrapper)
-        _refuse_unsupported(raw)
         quantisation = quantisation or read_quantisation(raw)
     else:
         family = _family(raw)
+    _refuse_unsupported(raw, family)
     if family.reads_wrapped:
         raw = without_axes(raw, has_axes=False)
     raw = with_default_rope(raw, family.default_rope)
@@ -284,7 +347,9 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
-    slides = sliding_layers(values, family.slides, recurrent=family.recurrent)
+    slides = sliding_layers(
+        values, family.slides, recurrent=family.recurrent is not None, last_is_full=family.last_is_full
+    )
     window = values.get("sliding_window")
     if (chunk := values.get("attention_chunk_size")) is not None:
         window = AttentionChunk(chunk)
@@ -310,6 +375,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = _rotated(rotaries, slides, {})
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
+    sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
     return ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
@@ -319,7 +385,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        norm_eps=float(values["rms_norm_eps"]),
+        norm_eps=float(values[family.norm_eps_key]),
         activation=_activation(values, family),
         rotaries=rotaries,
         max_model_len=context,
@@ -327,9 +393,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
         output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
         mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
-        attention_scale=float(
-            values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)
-        ),
+        attention_scale=family.attention_scale
+        or float(values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)),
         attention_softcap=_number(values.get("attn_logit_softcapping")),
         logit_softcap=_number(values.get("final_logit_softcapping")),
         sliding_windows=tuple(window if slide else None for slide in slides),
@@ -337,13 +402,26 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
         embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
-        logit_multiplier=1.0 / float(values.get("logits_scaling", 1.0)),
-        head_order=head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours),
+        logit_multiplier=float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
+        head_order=_head_order(family, rotaries, sizes, head_dim),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
-        recurrent=RecurrentConfig.from_values(values, family),
+        recurrent=read_recurrent(values, family),
+        sizes=sizes,
         quantisation=quantisation,
     )
+
+
+def _head_order(
+    family: Family, rotaries: Sequence[RotaryConfig], sizes: LayerSizes | None, head_dim: int
+) -> tuple[int, ...]:
+    """Of layers whose heads differ in size: as stored. Raises ValueError for heads that cannot be rotated so."""
+    if sizes is None:
+        return head_order(head_dim, rotaries[0].num_rotated(head_dim), family.rotates_neighbours)
+    for rotary, dim in zip(rotaries, sizes.head_dims, strict=True):
+        if rotary.num_rotated(dim) < dim:
+            raise ValueError("partial_rotary_factor is supported with rope_type 'proportional' alone")
+    return ()
 
 
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:
@@ -439,8 +517,9 @@ def _rotated(
     )
 
 
-def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
-    if raw.get("use_bidirectional_attention"):
+def _refuse_unsupported(raw: Mapping[str, Any], family: Family) -> None:
+    key = "use_bidirectional_attention"
+    if raw.get(key) and raw[key] != family.computes.get(key):
         raise ValueError("use_bidirectional_attention is not supported: only causal decoders are accepted")
     if raw.get("is_causal") is False:
         raise ValueError("is_causal = false is not supported: only causal decoders are accepted")

@@ -224,6 +224,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "head_dim": _SIZE,
     "sliding_window": ("a whole number from 1 or null", is_whole),
     "rms_norm_eps": _NUMBER,
+    "layer_norm_eps": _NUMBER,
     "hidden_act": _TEXT,
     "hidden_activation": _TEXT,
     "tie_word_embeddings": _FLAG,
@@ -237,6 +238,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "embedding_multiplier": _NUMBER,
     "residual_multiplier": _NUMBER,
     "logits_scaling": _NUMBER,
+    "logit_scale": _NUMBER,
     "no_rope_layers": (
         "a list of 0 and 1",
         lambda value: isinstance(value, list) and all(is_whole(element, 0, 1) for element in value),
@@ -267,6 +269,19 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "intermediate_size_mlp": _SIZE,
     "moe_layers": _LAYERS,
     "interleave_moe_layer_step": _SIZE,
+    "moe_num_experts": _COUNT,
+    "moe_k": _SIZE,
+    "moe_num_shared_experts": _COUNT,
+    "moe_layer_start_index": _COUNT,
+    "moe_layer_end_index": (
+        "a whole number from 0, or -1: the last layer",
+        lambda value: value == -1 or is_whole(value, 0),
+    ),
+    "moe_layer_interval": _SIZE,
+    "moe_norm_min": (  # that no sum of likelihoods comes near
+        "a number from 0 to 1e-9",
+        lambda value: value == 0 or (is_positive(value) and value <= 1e-9),
+    ),
     "attention_chunk_size": _SIZE,
     "attn_temperature_tuning": _FLAG,
     "floor_scale": _SIZE,
@@ -282,4 +297,20 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "linear_num_value_heads": _SIZE,
     "rope_local_base_freq": _NUMBER,
     "mlp_only_layers": _LAYERS,
+    "attention_k_eq_v": _FLAG,
+    "enable_moe_block": _FLAG,
+    "use_double_wide_mlp": _FLAG,
+    "num_kv_shared_layers": _COUNT,
+    "hidden_size_per_layer_input": _COUNT,
+    "vocab_size_per_layer_input": _SIZE,
+    "global_head_dim": _SIZE,
+    "num_global_key_value_heads": _SIZE,
+    "top_k_experts": _SIZE,
+    "per_layer_config": (
+        "an object of objects of whole numbers from 1, by layer's number",
+        lambda value: (
+            isinstance(value, dict)
+            and all(isinstance(sizes, dict) and all(map(is_whole, sizes.values())) for sizes in value.values())
+        ),
+    ),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
@@ -12,12 +12,14 @@ import torch
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from ...kernels.quantised import QuantisedKernels
 from .architectures import VISION_PREFIXES
+from .layer_input import load_layer_inputs
 from .layer_loader import load_layer, load_norm, residual_eps
 from .layers import (
     Attention,
     DecoderLayer,
     ForwardContext,
     GatedMlp,
+    TokenEmbeddings,
 )
 from .passes import Pass, alone
 from .sharding import ModelSharding, Range
@@ -39,6 +41,7 @@ class Decoder:
     vocab_size: int
     embedding_scale: float
     logit_multiplier: float
+    norm_is_centred: bool  # a layer norm
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -50,9 +53,11 @@ class Decoder:
         x, residual = (yield self._embed(token_ids, context)), None
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
+        if self.layers[0].end is not None:
+            context = replace(context, tokens=TokenEmbeddings(token_ids, x))
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, context)
-        return context.kernels.add_rms_norm(x, residual, self.norm, self.norm_eps)[0]
+        return context.kernels.add_norm(self.norm_is_centred)(x, residual, self.norm, self.norm_eps)[0]
 
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, vocab]` in float32, on every worker."""
@@ -118,7 +123,8 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     config = sharding.config
     hidden, vocab, part = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=part)
-    layers = tuple(load_layer(index, sharding, checkpoint, kernels) for index in range(config.num_layers))
+    inputs = load_layer_inputs(sharding, checkpoint)
+    layers = tuple(load_layer(index, sharding, checkpoint, kernels, inputs) for index in range(config.num_layers))
     if kernels.quantised is not None:
         _log_bits(layers, kernels.quantised, embedding.dtype)
     norm = load_norm("model.norm", hidden, sharding, checkpoint)
@@ -135,6 +141,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     checkpoint.drop(suffix="rotary_emb.inv_freq")
     if config.recurrent is not None:
         checkpoint.drop(prefix="mtp.")  # it guesses several tokens at once: another model beside this one
+    checkpoint.drop(prefix="model.mtp_")  # likewise, of ERNIE
     for prefix in _guessing_layers(config.num_layers, checkpoint):
         checkpoint.drop(prefix=prefix)
     for prefix in VISION_PREFIXES if config.is_wrapped else ():
@@ -154,5 +161,6 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
         vocab,
         embedding_scale=scale * config.embedding_multiplier / config.residual_multiplier,
         logit_multiplier=config.logit_multiplier,
+        norm_is_centred=config.family.centred_norms,
         logit_softcap=config.logit_softcap,
     )

@@ -7,11 +7,12 @@ from typing import Any
 
 from ...kernels.experts import Routing
 from .family import ExpertNames, Family
-from .rotary_config import LONGROPE
+from .rotary_config import LONGROPE, PROPORTIONAL, SCALINGS
 from .sliding import (
     below_layer_alternating,
     every_other,
     five_of_six,
+    five_of_six_always,
     from_layer,
     if_enabled,
     if_rotated,
@@ -59,6 +60,18 @@ _GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_pr
 
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
+_COHERE = Family(
+    "cohere",
+    "cohere",
+    {key: value for key, value in COMMON.items() if key != "rms_norm_eps"}
+    | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625},
+    centred_norms=True,
+    wide_norms=True,
+    mlp_norm=None,
+    is_parallel=True,
+    rope_theta=500_000.0,
+    rotates_neighbours=True,
+)
 _OLMO2 = Family(
     "olmo2",
     "olmo2",
@@ -70,26 +83,23 @@ _OLMO2 = Family(
     mlp_norm=None,
     post_norms=_POST_NORMS,
 )
+_DELTA: dict[str, Any] = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_OLMO_MOE: dict[str, Any] = {"attention_bias": False, "norm_topk_prob": False}
 _QWEN3_5 = Family(
     "qwen3_5",
     "qwen3_5_text",
-    COMMON
-    | {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "attention_bias": False,
-        "layer_types": None,
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-    },
+    COMMON | _DELTA | {"num_key_value_heads": 4, "head_dim": 256, "attention_bias": False, "layer_types": None},
     qk_norm=True,
     norm_offset=1.0,
     rotated_share=0.25,
-    recurrent=True,
+    recurrent="delta",
     gated_attention=True,
     reads_wrapped=True,
 )
@@ -235,6 +245,53 @@ FAMILIES = {
         rope_theta=500_000.0,
         rotates_neighbours=True,
     ),
+    "Ernie4_5_MoeForCausalLM": Family(
+        "ernie4_5_moe",
+        "ernie4_5_moe",
+        COMMON
+        | {
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+            "moe_norm_min": 1e-12,
+        },
+        nullable=_KV_HEADS,
+        rope_theta=500_000.0,
+        rotates_neighbours=True,
+        experts=replace(_DEEPSEEK_EXPERTS, bias="moe_statics.e_score_correction_bias"),
+        routing=Routing(has_bias=True),
+        always_normalized=True,
+    ),
+    "GraniteMoeForCausalLM": Family(
+        "granitemoe",
+        "granitemoe",
+        COMMON
+        | {
+            "attention_bias": False,
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        experts=replace(
+            _QWEN_EXPERTS,
+            block="block_sparse_moe",
+            router="router.layer",
+            mlp="block_sparse_moe",
+            stacked=("input_linear.weight", "output_linear.weight"),
+            are_parameters=True,
+        ),
+        always_normalized=True,
+    ),
     "MixtralForCausalLM": Family(
         "mixtral",
         "mixtral",
@@ -329,6 +386,30 @@ FAMILIES = {
         experts=_DEEPSEEK_EXPERTS,
         routing=_DEEPSEEK_ROUTING,
     ),
+    "Qwen3NextForCausalLM": Family(
+        "qwen3_next",
+        "qwen3_next",
+        COMMON
+        | _DELTA
+        | _QWEN_MOE
+        | {
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "attention_bias": False,
+            "layer_types": None,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+        },
+        qk_norm=True,
+        norm_offset=1.0,
+        rotated_share=0.25,
+        recurrent="grouped_delta",
+        gated_attention=True,
+        experts=replace(_QWEN_EXPERTS, are_parameters=True),
+    ),
     "MiniMaxM2ForCausalLM": Family(
         "minimax_m2",
         "minimax_m2",
@@ -420,6 +501,59 @@ FAMILIES = {
         local_rope_theta=10_000.0,
         linear_is_in_context=True,
     ),
+    "Gemma4ForCausalLM": Family(
+        "gemma4",
+        "gemma4_text",
+        {key: value for key, value in _GEMMA.items() if key != "query_pre_attn_scalar"}
+        | {
+            "sliding_window": 512,
+            "final_logit_softcapping": None,
+            "vocab_size_per_layer_input": 262_144,
+            "hidden_size_per_layer_input": 256,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "enable_moe_block": False,
+            "use_double_wide_mlp": False,
+            "num_experts": None,
+            "top_k_experts": None,
+            "moe_intermediate_size": None,
+            "per_layer_config": None,
+            "global_head_dim": None,
+            "num_global_key_value_heads": None,
+        },
+        computes={"use_bidirectional_attention": "vision"},  # of pictures' tokens
+        qk_norm=True,
+        wide_norms=True,
+        mlp_norm="pre_feedforward_layernorm",
+        post_norms=_POST_NORMS,
+        scaled_embedding=True,
+        slides=five_of_six_always,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        rope_kinds=(*SCALINGS, PROPORTIONAL),
+        rotated_share=1.0,
+        default_rope={
+            "full_attention": {"rope_type": PROPORTIONAL, "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        reads_wrapped=True,
+        sizes_differ=True,
+        last_is_full=True,
+        has_value_norm=True,
+        attention_scale=1.0,
+        has_layer_scalars=True,
+    ),
+    "CohereForCausalLM": _COHERE,
+    "Cohere2ForCausalLM": replace(
+        _COHERE,
+        name="cohere2",
+        model_type="cohere2",
+        defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        computes={"position_embedding_type": "rope_gptj"},  # as released files name it
+        slides=three_of_four,
+        only_windows_rotate=True,
+        rope_theta=10_000.0,
+    ),
     "Exaone4ForCausalLM": Family(
         "exaone4",
         "exaone4",
@@ -437,6 +571,22 @@ FAMILIES = {
         post_norms=_POST_NORMS,
         slides=three_of_four,
         only_windows_rotate=True,
+    ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        "olmoe",
+        COMMON | _OLMO_MOE | {"rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8},
+        qk_norm=True,
+        qk_norm_spans_heads=True,
+        experts=_QWEN_EXPERTS,
+    ),
+    "FlexOlmoForCausalLM": replace(
+        _OLMO2,
+        name="flex_olmo",
+        model_type="flex_olmo",
+        defaults=COMMON | _OLMO_MOE | {"num_experts": 7, "num_experts_per_tok": 5},
+        rope_theta=500_000.0,
+        experts=_QWEN_EXPERTS,
     ),
     "Olmo2ForCausalLM": _OLMO2,
     "Olmo3ForCausalLM": replace(

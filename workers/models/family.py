@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ...kernels.experts import Routing
 from .rotary_config import SCALINGS
@@ -31,6 +31,7 @@ class ExpertNames:
     are_fused: bool = False
     take_turns: bool = False
     mlp: str = "mlp"  # the block of a layer with dense linears or experts, in the model
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")  # where all experts are in two tensors
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
     @property
@@ -38,6 +39,8 @@ class ExpertNames:
         """PEFT takes the inputs of fused experts for their outputs, as their order in the tensors is another one."""
         return self.are_fused and not self.take_turns
 
+
+RecurrentRule = Literal["delta", "grouped_delta"]  # see `recurrent_config.py`
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
@@ -64,10 +67,12 @@ class Family:
     qk_norm_has_weights: bool = True  # without, only layers that rotate q and k have it
     qk_norm_spans_heads: bool = False  # it is over all heads of q, and all of k, at once
     norm_offset: float = 0.0  # added to the stored weights of all norms
+    centred_norms: bool = False  # norms of the residual are layer norms without bias, not RMS norms
     wide_norms: bool = False  # norms are multiplied by their weights in float32
     has_sinks: bool = False  # `self_attn.sinks`, a score of each head that has no value
     attention_norm: str | None = "input_layernorm"  # name of the norm before attention; None: none
     mlp_norm: str | None = "post_attention_layernorm"  # of that before the MLP
+    is_parallel: bool = False  # the MLP has the input that attention has
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
@@ -85,14 +90,23 @@ class Family:
     experts: ExpertNames | None = None  # None: the family has no experts
     routing: Routing = field(default_factory=Routing)  # what config.json does not say of it
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
-    recurrent: bool = False  # layers may have a recurrent state (Gated DeltaNet) in place of attention
+    recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention; None: none has
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
     reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
+    sizes_differ: bool = False  # between layers: see `layer_sizes.py`
+    last_is_full: bool = False  # the last layer sees all tokens, whatever `layer_types` says
+    has_value_norm: bool = False  # RMS norm without weights over each head of v
+    attention_scale: float | None = None  # None: as config.json says, or by the heads' size
+    has_layer_scalars: bool = False  # each layer's output is multiplied by its `layer_scalar`
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property
     def activation_key(self) -> str:
         return "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
+
+    @property
+    def norm_eps_key(self) -> str:
+        return "layer_norm_eps" if "layer_norm_eps" in self.defaults else "rms_norm_eps"
 
 
 @dataclass(frozen=True)

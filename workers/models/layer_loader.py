@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ...adapters.adapter import NARROW_MODULES, RECURRENT_MODULES, ROUTER, SHARED_MODULES
+from ...adapters.adapter import NARROW_MODULES, PER_LAYER_MODULES, ROUTER, SHARED_MODULES
 from ...kernels.backend import Kernels, LinearWeight
-from ...kernels.gated_delta import GatedDelta
 from ...kernels.quantised import QuantisedWeight, joined
 from .config import ModelConfig
 from .family import ExpertNames
+from .layer_input import LayerInput, LayerInputs
 from .layers import (
-    DOWN,
-    GATE_UP,
-    OUTPUT,
-    QKV,
-    RECURRENT_IN,
-    RECURRENT_OUT,
     Attention,
     DecoderLayer,
     ExpertMlp,
@@ -30,13 +24,20 @@ from .layers import (
     SharedExpert,
     WideLinear,
 )
+from .recurrent_rules import load_rule
 from .rotary_config import NO_ROTARY
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
 
-def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, kernels: Kernels) -> DecoderLayer:
-    """The layer. Raises ValueError for missing and misshapen tensors."""
+def load_layer(
+    index: int,
+    sharding: ModelSharding,
+    checkpoint: WeightSource,
+    kernels: Kernels,
+    inputs: LayerInputs | None = None,
+) -> DecoderLayer:
+    """The layer. `inputs`: of all layers, where they have such. Raises ValueError for missing and misshapen tensors."""
     loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
     assert config.residual_multiplier == 1.0 or config.family.post_norms is None
     has_experts = config.experts is not None and config.experts.layers[index]
@@ -51,6 +52,10 @@ def load_layer(index: int, sharding: ModelSharding, checkpoint: WeightSource, ke
         attention_post_norm=loader.norm(post_norms[0]),
         mlp_post_norm=loader.norm(post_norms[1]),
         norm_eps=residual_eps(config),
+        centred_norms=config.family.centred_norms,
+        is_parallel=config.family.is_parallel,
+        end=None if inputs is None else loader.input(inputs),
+        scalar=loader.scalar(),
     )
 
 
@@ -96,69 +101,108 @@ class _LayerLoader:
             self._checkpoint.split(f"{self.prefix}{path}.weight", rows)
 
     def attention(self) -> Attention:
-        config, sharding, dim, hidden = self._config, self._sharding, self._config.head_dim, self._config.hidden_size
-        query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, sharding.kv_heads))
-        num_query, num_kv = config.num_heads * dim, config.num_kv_heads * dim
+        config, sharding, sizes, layer = self._config, self._sharding, self._config.layer_sizes, self._index
+        dim, hidden, kv_heads = sizes.head_dims[layer], self._config.hidden_size, sharding.kv_heads_of(layer)
+        query, kv = ((start * dim, stop * dim) for start, stop in (sharding.heads, kv_heads))
+        num_query, num_kv = config.num_heads * dim, sizes.num_kv_heads[layer] * dim
         gated = 2 if config.family.gated_attention else 1
-        all_query = gated * query[0], gated * query[1]
-        sizes = {"q_proj": (gated * num_query, all_query), "k_proj": (num_kv, kv), "v_proj": (num_kv, kv)}
-        weights = {name: self._stored(f"self_attn.{name}", hidden, size, part) for name, (size, part) in sizes.items()}
+        parts = {"q_proj": (gated * num_query, (gated * query[0], gated * query[1]))}
+        if has_kv := sizes.kv_sources[layer] == layer:
+            parts |= dict.fromkeys(("k_proj", "v_proj"), (num_kv, kv))
+        weights = self._qkv_weights(parts, hidden)
         biases = {
             name: self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
-            for name, (size, part) in sizes.items()
+            for name, (size, part) in parts.items()
             if config.qkv_bias
         }
-        for name in ("q_proj", "k_proj"):
+        for name in ("q_proj", "k_proj") if has_kv else ("q_proj",):
             weights[name] = self._weight_in_order(weights[name], name)
             if name in biases:
                 biases[name] = self._in_order(biases[name], name)
-        bias, some = torch.cat([*biases.values()]) if biases else None, weights["v_proj"]
+        bias, some = torch.cat([*biases.values()]) if biases else None, weights["q_proj"]
         return Attention(
-            qkv=LoraLinear(self._packed([*weights.values()]), bias, QKV),
-            output=self._row_linear("self_attn.o_proj", num_query, query, OUTPUT, config.output_bias),
-            head_norm=self._head_norm(some.device if isinstance(some, torch.Tensor) else some.codes.device),
+            qkv=LoraLinear(self._packed([*weights.values()]), bias, self._places(*parts)),
+            output=self._row_linear("self_attn.o_proj", num_query, query, self._places("o_proj"), config.output_bias),
+            head_norm=self._head_norm(has_kv, some.device if isinstance(some, torch.Tensor) else some.codes.device),
             num_heads=sharding.heads[1] - sharding.heads[0],
-            num_kv_heads=sharding.num_kv_heads,
+            num_kv_heads=kv_heads[1] - kv_heads[0],
             head_dim=dim,
             scale=config.attention_scale,
             softcap=config.attention_softcap,
-            window=config.sliding_windows[self._index],
-            kv_index=config.kv_layers.index(self._index),
+            window=config.sliding_windows[layer],
+            kv_index=config.kv_layers.index(sizes.kv_sources[layer]),
+            has_kv=has_kv,
             is_gated=config.family.gated_attention,
             sinks=self._sinks(),
         )
 
+    def _qkv_weights(self, parts: Mapping[str, tuple[int, Range]], hidden: int) -> dict[str, StoredWeight]:
+        """`parts`: rows of each weight, and which of them are this worker's."""
+        are_values = self._config.layer_sizes.keys_are_values[self._index]
+        weights = {
+            name: self._stored(f"self_attn.{name}", hidden, size, part)
+            for name, (size, part) in parts.items()
+            if not (are_values and name == "v_proj")
+        }
+        if are_values and "v_proj" in parts:
+            weights["v_proj"] = weights["k_proj"]
+        elif "v_proj" not in parts:  # files have what nothing computes with
+            for name in ("k_proj", "v_proj", "k_norm"):
+                self._checkpoint.drop(prefix=f"{self.prefix}self_attn.{name}.")
+        return weights
+
+    def _places(self, *modules: str) -> tuple[int, ...]:
+        """Indices of this layer's modules in `BaseShape.dense_modules`."""
+        shape, layer = self._config.shape, self._index
+        copies = {source: entry for entry, source in shape.copies.items() if layer in shape.layers_of(entry)}
+        places = []
+        for module in modules:
+            entry = shape.entry(layer, module) or (copies.get("k_proj") if module == "v_proj" else None) or module
+            places.append(shape.dense_modules.index(entry))
+        return tuple(places)
+
     def recurrent(self) -> RecurrentMixer:
-        config, sharding = self._config.recurrent, self._sharding
+        config, shape, part = self._config.recurrent, self._config.shape, self._sharding.recurrent
         assert config is not None
-        sides, pieces = config.modules(self._config.hidden_size), sharding.recurrent_pieces
-        weights = {name: self._stored(f"linear_attn.{name}", *sides[name]) for name in RECURRENT_MODULES[:-1]}
-        rows = [_some_rows(weight, slice(*piece)) for name, weight in weights.items() for piece in pieces[name]]
-        (values,), (heads,) = pieces["out_proj"], pieces["in_proj_a"]
-
-        def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-            return self._checkpoint.take(f"{self.prefix}linear_attn.{name}", shape)
-
-        conv = numbers("conv1d.weight", (config.num_channels, 1, config.kernel)).squeeze(1)
-        conv = torch.cat([conv[start:stop] for start, stop in pieces["in_proj_qkv"]])
-        num_heads = config.num_value_heads
-        rule = GatedDelta(
-            conv,
-            -numbers("A_log", (num_heads,))[slice(*heads)].float().exp(),
-            numbers("dt_bias", (num_heads,))[slice(*heads)].float(),
-            numbers("norm.weight", (config.value_dim,)).float(),
-            self._config.norm_eps,
-            config.num_key_heads // sharding.degree,
-            num_heads // sharding.degree,
-            config.key_dim,
-            config.value_dim,
-        )
+        *names, last = shape.recurrent_modules
+        places = [shape.dense_modules.index(name) for name in (*names, last)]
+        rows = []
+        for name in names:
+            weight, groups = self._stored(f"{config.block}.{name}", *shape.modules[name]), shape.output_groups.get(name)
+            outputs = [slice(*piece) if groups is None else groups.order(*piece) for piece in part.outputs[name]]
+            rows += [_some_rows(weight, each) for each in outputs]
+        num_in = shape.modules[last][0]
         return RecurrentMixer(
-            LoraLinear(self._packed(rows), None, RECURRENT_IN),
-            self._row_linear("linear_attn.out_proj", num_heads * config.value_dim, values, RECURRENT_OUT, False),
-            rule,
+            LoraLinear(self._packed(rows), None, tuple(places[:-1])),
+            self._row_linear(f"{config.block}.{last}", num_in, part.inputs, tuple(places[-1:]), False),
+            load_rule(config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint),
             self._config.recurrent_layers.index(self._index),
         )
+
+    def input(self, inputs: LayerInputs) -> LayerInput:
+        config, hidden, part = self._config, self._config.hidden_size, self._sharding.layer_inputs
+        projection, table = inputs.of(self._index)
+        gate, project, _ = (self._places(module) for module in PER_LAYER_MODULES)
+        norm = self.norm("post_per_layer_input_norm")
+        assert norm is not None
+        return LayerInput(
+            LoraLinear(self._pack_layer(projection), None, self._places(PER_LAYER_MODULES[2])),
+            inputs.norm,
+            inputs.eps,
+            table,
+            inputs.table_scale,
+            part,
+            LoraLinear(self._packed([self._stored("per_layer_input_gate", hidden, inputs.width, part)]), None, gate),
+            self._row_linear("per_layer_projection", inputs.width, part, project, False),
+            norm,
+            config.norm_eps,
+            config.activation,
+        )
+
+    def scalar(self) -> float:
+        if not self._config.family.has_layer_scalars:
+            return 1.0
+        return float(self._checkpoint.take(f"{self.prefix}layer_scalar", (1,)))
 
     def _sinks(self) -> torch.Tensor | None:
         config = self._config
@@ -168,16 +212,18 @@ class _LayerLoader:
         return self._checkpoint.take(name, (config.num_heads,), rows=self._sharding.heads).float()
 
     def mlp(self) -> GatedMlp:
-        config, part, width = self._config, self._sharding.intermediate, self._config.intermediate_size
+        config, part = self._config, self._sharding.intermediate_of(self._index)
         block = "mlp" if config.family.experts is None else config.family.experts.mlp
-        names = (f"{block}.gate_proj", f"{block}.up_proj")
+        names, width = (f"{block}.gate_proj", f"{block}.up_proj"), config.layer_sizes.intermediate_sizes[self._index]
         biases = [
             self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
         ]
         weights = [self._stored(name, config.hidden_size, width, part) for name in names]
         return GatedMlp(
-            LoraLinear(self._packed(weights), torch.cat(biases) if biases else None, GATE_UP),
-            self._row_linear(f"{block}.down_proj", width, part, DOWN, config.mlp_bias),
+            LoraLinear(
+                self._packed(weights), torch.cat(biases) if biases else None, self._places("gate_proj", "up_proj")
+            ),
+            self._row_linear(f"{block}.down_proj", width, part, self._places("down_proj"), config.mlp_bias),
             config.activation,
         )
 
@@ -188,7 +234,7 @@ class _LayerLoader:
         hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
         if names.are_fused:
             gate_up, down = self._fused_experts(names)
-        elif f"{self.prefix}{names.block}.experts.gate_up_proj" in self._checkpoint:
+        elif f"{self.prefix}{names.block}.{names.stacked[0]}" in self._checkpoint:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
@@ -232,8 +278,8 @@ class _LayerLoader:
         hidden, width = self._config.hidden_size, config.intermediate_size
         part = slice(*self._sharding.expert_features)
         gate_up, down = (
-            self._one_by_one(f"{names.block}.experts.{name}", shape)
-            for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
+            self._one_by_one(f"{names.block}.{name}", shape)
+            for name, shape in zip(names.stacked, ((2 * width, hidden), (hidden, width)), strict=True)
         )
         return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [
             each[:, part] for each in down
@@ -282,7 +328,8 @@ class _LayerLoader:
         assert config is not None
         if not config.routing.has_bias:
             return None
-        return self._checkpoint.take(f"{self.prefix}{name}", (config.num_experts,), in_floats=True)
+        shape = (1, config.num_experts) if ".moe_statics." in name else (config.num_experts,)
+        return self._checkpoint.take(f"{self.prefix}{name}", shape, in_floats=True).flatten()
 
     def _shared_expert(self, names: ExpertNames) -> SharedExpert | None:
         config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
@@ -304,23 +351,20 @@ class _LayerLoader:
         weight, shape = self._pack(self._rows(name, num_in, num_out, None)), self._config.shape
         return NarrowLinear(weight, bias, self._places(module), num_out + shape.padding(module))
 
-    def _places(self, *modules: str) -> tuple[int, ...]:
-        """Of modules in the kernels' tables."""
-        return tuple(map(self._config.shape.dense_modules.index, modules))
-
-    def _head_norm(self, device: torch.device) -> HeadNorm | None:
-        config = self._config
+    def _head_norm(self, has_kv: bool, device: torch.device) -> HeadNorm | None:
+        config, layer = self._config, self._index
         if not config.qk_norm:
             return None
         if not config.family.qk_norm_has_weights:
             # Behind the rotation it would be the same, since that leaves the norm as it is.
-            if config.rotaries[self._index].kind == NO_ROTARY:
+            if config.rotaries[layer].kind == NO_ROTARY:
                 return None
             ones = torch.ones(config.head_dim, device=device)
             return HeadNorm(ones, ones, config.norm_eps)
-        dim, spans = config.head_dim, config.family.qk_norm_spans_heads
-        heads = (("q", config.num_heads, self._sharding.heads), ("k", config.num_kv_heads, self._sharding.kv_heads))
-        q, k = (
+        dim, spans = config.layer_sizes.head_dims[layer], config.family.qk_norm_spans_heads
+        kv_heads = config.layer_sizes.num_kv_heads[layer], self._sharding.kv_heads_of(layer)
+        heads = {"q": (config.num_heads, self._sharding.heads)} | ({"k": kv_heads} if has_kv else {})
+        norms = [
             load_norm(
                 f"{self.prefix}self_attn.{name}_norm",
                 number * dim if spans else dim,
@@ -328,10 +372,11 @@ class _LayerLoader:
                 self._checkpoint,
                 (start * dim, stop * dim) if spans else None,
             )
-            for name, number, (start, stop) in heads
-        )
-        orders = self._in_order(q, "k_proj"), self._in_order(k, "k_proj")
-        return HeadNorm(*orders, config.norm_eps, spans)
+            for name, (number, (start, stop)) in heads.items()
+        ]
+        ordered = [self._in_order(norm, "k_proj") for norm in norms]
+        values = torch.ones(dim, device=norms[0].device) if config.family.has_value_norm else None
+        return HeadNorm(ordered[0], ordered[-1], config.norm_eps, spans, values)
 
     def _in_order(self, rows: torch.Tensor, name: str) -> torch.Tensor:
         """Rows of heads in the order in which they are rotated, those of q after their gates."""
@@ -398,5 +443,5 @@ class _LayerLoader:
         return self._checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), columns=part)
 
 
-def _some_rows(weight: StoredWeight, rows: slice) -> StoredWeight:
+def _some_rows(weight: StoredWeight, rows: slice | list[int]) -> StoredWeight:
     return weight[rows] if isinstance(weight, torch.Tensor) else weight.rows(rows)

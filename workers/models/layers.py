@@ -7,28 +7,25 @@ from typing import Protocol
 
 import torch
 
-from ...adapters.adapter import MODULES, RECURRENT_MODULES
 from ...kernels.attention import AttentionBatch, LayerKV
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
-from ...kernels.gated_delta import GatedDelta, LayerState, StateBatch
 from ...kernels.lora import LoraBatch
 from ...kernels.norms import Activation, scale_to_unit
+from ...kernels.recurrence import LayerState, Rule, StateBatch
 from ..parallel import Parallel
 from .passes import Pass
 
 # The arguments that a forward pass hands to every layer beside the hidden states.
 
-# Modules that share an input are computed together, with one product of the base, one shrink and one expand. These are
-# their indices in MODULES.
-QKV = tuple(MODULES.index(name) for name in ("q_proj", "k_proj", "v_proj"))
-OUTPUT = (MODULES.index("o_proj"),)
-GATE_UP = tuple(MODULES.index(name) for name in ("gate_proj", "up_proj"))
-DOWN = (MODULES.index("down_proj"),)
-# Indices in `BaseShape.dense_modules` of a base with recurrent states.
-RECURRENT_IN = tuple(range(len(MODULES), len(MODULES) + len(RECURRENT_MODULES) - 1))
-RECURRENT_OUT = (len(MODULES) + len(RECURRENT_MODULES) - 1,)
+
+@dataclass(frozen=True)
+class TokenEmbeddings:
+    """Of the rows of a step."""
+
+    token_ids: torch.Tensor  # [num_rows]
+    embedded: torch.Tensor  # [num_rows, hidden], as the first layer has them
 
 
 @dataclass(frozen=True)
@@ -46,11 +43,14 @@ class ForwardContext:
     states: StateBatch | None = None  # None: no layer has a recurrent state
     state_places: tuple[LayerState, ...] = ()  # by layer with a recurrent state
     has_narrow_lora: bool = False  # an adapter has LoRA of a router or of a shared expert's gate
+    tokens: TokenEmbeddings | None = None  # None: no layer takes of its token what is not in the residual
 
 
 @dataclass(frozen=True)
 class LoraLinear:
     """This worker's part of one or more modules that share an input, with the rows' adapters.
+
+    They are computed together, with one product of the base, one shrink and one expand.
 
     Cut along outputs, it gives some of these, the modules side by side. Cut along inputs, it gives a partial sum of all
     outputs; base and adapters are in one sum.
@@ -58,7 +58,7 @@ class LoraLinear:
 
     weight: LinearWeight  # [sum of this worker's out, this worker's in]
     bias: torch.Tensor | None  # of partial sums on the first worker only, so that the sum has it once
-    modules: tuple[int, ...]
+    modules: tuple[int, ...]  # indices in `BaseShape.dense_modules`
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         y = context.kernels.layer_linear(x, self.weight, self.bias)
@@ -101,12 +101,13 @@ class HeadNorm:
     k: torch.Tensor
     eps: float
     spans_heads: bool = False
+    v: torch.Tensor | None = None  # [head_dim] ones; None: v is not normed (it is in Gemma 4)
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of q and k `[num_rows, heads, head_dim]`."""
+        """Of q and k `[num_rows, heads, head_dim]`; k may have no heads."""
         norm, parallel = context.kernels.rms_norm, context.parallel
         if not self.spans_heads:
-            return norm(q, self.q, self.eps), norm(k, self.k, self.eps)
+            return norm(q, self.q, self.eps), norm(k, self.k, self.eps) if k.shape[1] else k
         all_q, all_k = q.flatten(1), k.flatten(1)
         if parallel.degree == 1:
             return norm(all_q, self.q, self.eps).view(q.shape), norm(all_k, self.k, self.eps).view(k.shape)
@@ -132,7 +133,8 @@ class Attention:
     scale: float
     softcap: float | None
     window: int | None
-    kv_index: int  # among the layers with attention
+    kv_index: int  # among the layers with a KV of their own
+    has_kv: bool = True  # False: the KV is that of a layer before it, and it computes q alone
     is_gated: bool = False  # before q there is a gate of the output
     sinks: torch.Tensor | None = None  # [num_heads] float32
 
@@ -143,9 +145,12 @@ class Attention:
             num_gates = self.num_heads * self.head_dim
             gate, columns = columns[:, :num_gates], columns[:, num_gates:].contiguous()
         heads = columns.view(x.shape[0], -1, self.head_dim)
-        q, k, v = heads.split_with_sizes([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        num_written = self.num_kv_heads if self.has_kv else 0
+        q, k, v = heads.split_with_sizes([self.num_heads, num_written, num_written], dim=1)
         if self.head_norm is not None:
             q, k = self.head_norm(q, k, context)
+            if self.head_norm.v is not None and self.has_kv:
+                v = kernels.rms_norm(v, self.head_norm.v, self.head_norm.eps)
         kv = context.kv[self.kv_index]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
         attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
@@ -157,17 +162,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class RecurrentMixer:
-    """Gated DeltaNet (arXiv 2412.06464) in place of attention: this worker's partial sum."""
+    """A rule with a state of a fixed size in place of attention: this worker's partial sum."""
 
-    inputs: LoraLinear  # q, k, v, gate, update rates and decays, side by side
+    inputs: LoraLinear
     output: LoraLinear
-    rule: GatedDelta
+    rule: Rule
     state_index: int  # among the layers with a recurrent state
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         assert context.states is not None, "a step's states come with its rows"
         columns, place = self.inputs(x, layer, context), context.state_places[self.state_index]
-        mixed = context.kernels.gated_delta(columns, self.rule, context.pool, place, context.states)
+        mixed = context.kernels.recur(columns, self.rule, context.pool, place, context.states)
         return self.output(mixed, layer, context)
 
 
@@ -190,6 +195,12 @@ class GatedMlp:
         return self.down(inner, layer, context)
 
 
+class LayerEnd(Protocol):
+    """What a layer adds to the residual last, `[num_rows, hidden]`, of that residual and of its token (Gemma 4)."""
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> Pass[torch.Tensor]: ...
+
+
 @dataclass(frozen=True)
 class DecoderLayer:
     index: int
@@ -200,28 +211,42 @@ class DecoderLayer:
     attention_post_norm: torch.Tensor | None  # norms the output of attention (Gemma); None: it is not normed
     mlp_post_norm: torch.Tensor | None  # norms the output of the MLP (Gemma)
     norm_eps: float
+    centred_norms: bool = False  # those before the halves are layer norms
+    is_parallel: bool = False  # the MLP has the input that attention has
+    end: LayerEnd | None = None
+    scalar: float = 1.0  # of the layer's output
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext
-    ) -> Pass[tuple[torch.Tensor, torch.Tensor]]:
-        """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`."""
+    ) -> Pass[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`; None: it is."""
         kernels = context.kernels
-        x, residual = self._enter(x, residual, self.attention_norm, kernels)
-        x = yield self.attention(x, self.index, context)
+        first, residual = self._enter(x, residual, self.attention_norm, kernels)
+        x = yield self.attention(first, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
         x, residual = self._enter(x, residual, self.mlp_norm, kernels)
-        x = yield self.mlp(x, self.index, context)
+        x = yield self.mlp(first if self.is_parallel else x, self.index, context)
         if self.mlp_post_norm is not None:
             x = kernels.rms_norm(x, self.mlp_post_norm, self.norm_eps)
-        return x, residual
+        if not self.is_whole:
+            return x, residual
+        x = x + residual
+        if self.end is not None:
+            x = x + (yield from self.end(x, self.index, context))
+        return x * self.scalar, None
+
+    @property
+    def is_whole(self) -> bool:
+        """Its output has the residual in it."""
+        return self.end is not None or self.scalar != 1.0
 
     def _enter(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None, kernels: Kernels
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of a half of the layer, and the residual with x added."""
         if norm is not None:
-            return kernels.add_rms_norm(x, residual, norm, self.norm_eps)
+            return kernels.add_norm(self.centred_norms)(x, residual, norm, self.norm_eps)
         total = x if residual is None else x + residual
         return total, total
 

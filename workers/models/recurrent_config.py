@@ -2,64 +2,188 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...adapters.adapter import RECURRENT_MODULES
+from ...adapters.adapter import OutputGroups
 from .family import Family
 from .sliding import recurrent_layers
 
+Range = tuple[int, int]  # start, stop
+
 
 @dataclass(frozen=True)
-class RecurrentConfig:
-    """The layers with a recurrent state (Gated DeltaNet). Sizes are of the whole model, before any sharding."""
+class RecurrentPart:
+    """What a worker has of a layer with a recurrent state: starts and stops in the whole layer's, side by side."""
+
+    outputs: Mapping[str, tuple[Range, ...]]  # of the linears that give the rule's inputs
+    inputs: Range  # of the linear of the rule's results
+    heads: Range  # that have a matrix of state each
+    channels: tuple[Range, ...]  # of the convolution
+
+    @property
+    def num_channels(self) -> int:
+        return sum(stop - start for start, stop in self.channels)
+
+
+@dataclass(frozen=True)
+class RecurrentConfig(ABC):
+    """The layers with a recurrent state, by one rule. Sizes are of the whole model, before any sharding.
+
+    A layer's state is a matrix of each head, in float32, and the newest inputs of the layer's convolution.
+    """
 
     layers: tuple[bool, ...]  # True: a recurrent state, False: attention
+    kernel: int  # newest inputs that the convolution sees, a token's own included
+    block: str  # of a layer, in names of tensors
+
+    @property
+    @abstractmethod
+    def num_heads(self) -> int:
+        """That have a matrix of state each."""
+
+    @property
+    @abstractmethod
+    def head_size(self) -> int:
+        """Elements of a head's matrix."""
+
+    @property
+    @abstractmethod
+    def num_channels(self) -> int:
+        """Of the convolution."""
+
+    @property
+    @abstractmethod
+    def num_weights(self) -> int:
+        """Of a layer beside those of its linears, the weights of norms left out."""
+
+    @property
+    @abstractmethod
+    def norm_width(self) -> int:
+        """Weights of a layer's norm of what its rule gives."""
+
+    @property
+    @abstractmethod
+    def shared(self) -> Mapping[str, int]:
+        """What the workers of a gang share evenly, by its name."""
+
+    @abstractmethod
+    def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's linears, that of the result last."""
+
+    @property
+    def output_groups(self) -> Mapping[str, OutputGroups]:
+        """Of the linears whose outputs are not in the order of the rule's inputs."""
+        return {}
+
+    @abstractmethod
+    def part(self, rank: int, degree: int) -> RecurrentPart:
+        """That of one worker of a gang."""
+
+
+@dataclass(frozen=True)
+class DeltaConfig(RecurrentConfig):
+    """Gated DeltaNet."""
+
     num_key_heads: int
     num_value_heads: int
     key_dim: int  # of a head
     value_dim: int
-    kernel: int  # newest inputs that the convolution sees, a token's own included
+    is_grouped: bool  # two linears give the inputs, key head after key head (Qwen3-Next)
 
-    @staticmethod
-    def from_values(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:
-        """None: no layer has such a state. Raises ValueError for contradicting numbers."""
-        if not family.recurrent or not any(layers := recurrent_layers(values)):
-            return None
-        if all(layers):
-            key = "layer_types" if values["layer_types"] else "full_attention_interval"
-            raise ValueError(
-                f"{key} = {values[key]!r}: of num_hidden_layers = {len(layers)} at least one with attention is needed"
-            )
-        num_key_heads, num_value_heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
-        if num_value_heads % num_key_heads:
-            raise ValueError(
-                f"linear_num_value_heads = {num_value_heads}: a multiple of linear_num_key_heads = {num_key_heads} "
-                "is needed"
-            )
-        if values[family.activation_key] != "silu":
-            raise ValueError(
-                f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
-                "computed with 'silu' alone"
-            )
-        return RecurrentConfig(
-            layers,
-            num_key_heads,
-            num_value_heads,
-            values["linear_key_head_dim"],
-            values["linear_value_head_dim"],
-            values["linear_conv_kernel_dim"],
-        )
+    @property
+    def num_heads(self) -> int:
+        return self.num_value_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.key_dim * self.value_dim
 
     @property
     def num_channels(self) -> int:
-        """Of the convolution, over q, k and v."""
+        """Over q, k and v."""
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
+    @property
+    def num_weights(self) -> int:
+        return self.num_channels * self.kernel + 2 * self.num_value_heads
+
+    @property
+    def norm_width(self) -> int:
+        return self.value_dim
+
+    @property
+    def shared(self) -> Mapping[str, int]:
+        return {"key heads of layers with a recurrent state": self.num_key_heads}
+
     def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of RECURRENT_MODULES."""
-        values = self.num_value_heads * self.value_dim
-        num_out = (self.num_channels, values, self.num_value_heads, self.num_value_heads)
-        sides = [*((hidden, each) for each in num_out), (values, hidden)]
-        return dict(zip(RECURRENT_MODULES, sides, strict=True))
+        values, heads = self.num_value_heads * self.value_dim, self.num_value_heads
+        if self.is_grouped:
+            num_out = {"in_proj_qkvz": self.num_channels + values, "in_proj_ba": 2 * heads}
+        else:
+            num_out = {"in_proj_qkv": self.num_channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        return {**{name: (hidden, number) for name, number in num_out.items()}, "out_proj": (values, hidden)}
+
+    @property
+    def output_groups(self) -> Mapping[str, OutputGroups]:
+        """Where they are grouped each key head has its q, k, v and z, and its b and a."""
+        if not self.is_grouped:
+            return {}
+        heads = self.num_value_heads // self.num_key_heads
+        values = heads * self.value_dim
+        widths = self.key_dim, self.key_dim, values, values
+        return {"in_proj_qkvz": OutputGroups(widths), "in_proj_ba": OutputGroups((heads, heads))}
+
+    def part(self, rank: int, degree: int) -> RecurrentPart:
+        def share(count: int, first: int = 0) -> Range:
+            return first + rank * count // degree, first + (rank + 1) * count // degree
+
+        keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
+        qkv = share(keys), share(keys, keys), share(values, 2 * keys)
+        heads = share(self.num_value_heads)
+        outputs = {"in_proj_qkv": qkv, "in_proj_z": (share(values),), "in_proj_b": (heads,), "in_proj_a": (heads,)}
+        if self.is_grouped:
+            both = 2 * self.num_value_heads
+            outputs = {"in_proj_qkvz": (share(self.num_channels + values),), "in_proj_ba": (share(both),)}
+        return RecurrentPart(outputs, share(values), heads, qkv)
+
+
+def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:
+    """The layers with a recurrent state of a base whose family reads these keys; None: it has none.
+
+    Raises ValueError for contradicting numbers.
+    """
+    if family.recurrent is None or not any(layers := recurrent_layers(values)):
+        return None
+    if all(layers):
+        key = "layer_types" if values["layer_types"] else "full_attention_interval"
+        raise ValueError(
+            f"{key} = {values[key]!r}: of num_hidden_layers = {len(layers)} at least one with attention is needed"
+        )
+    return _delta(values, family, layers)
+
+
+def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) -> DeltaConfig:
+    num_key_heads, num_value_heads = values["linear_num_key_heads"], values["linear_num_value_heads"]
+    if num_value_heads % num_key_heads:
+        raise ValueError(
+            f"linear_num_value_heads = {num_value_heads}: a multiple of linear_num_key_heads = {num_key_heads} "
+            "is needed"
+        )
+    if values[family.activation_key] != "silu":
+        raise ValueError(
+            f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
+            "computed with 'silu' alone"
+        )
+    return DeltaConfig(
+        layers,
+        values["linear_conv_kernel_dim"],
+        "linear_attn",
+        num_key_heads,
+        num_value_heads,
+        values["linear_key_head_dim"],
+        values["linear_value_head_dim"],
+        family.recurrent == "grouped_delta",
+    )

@@ -7,21 +7,21 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .rotary_config import CHUNK_SCALING, LONGROPE, NO_ROTARY, QUERY_SCALING, RotaryConfig
+from .rotary_config import CHUNK_SCALING, LONGROPE, NO_ROTARY, PROPORTIONAL, QUERY_SCALING, RotaryConfig
 
 
 def rotary_tables(
-    configs: Sequence[RotaryConfig], head_dim: int, num_positions: int, device: torch.device
+    configs: Sequence[RotaryConfig], head_dims: Sequence[int], num_positions: int, device: torch.device
 ) -> tuple[torch.Tensor, ...]:
-    """A table for each config; equal configs share a table."""
-    cache: list[tuple[RotaryConfig, torch.Tensor]] = []
+    """A table for each layer; equal configs of equal heads share a table."""
+    cache: list[tuple[tuple[RotaryConfig, int], torch.Tensor]] = []
     tables = []
-    for config in configs:
-        config_table = next((table for other, table in cache if other == config), None)
-        if config_table is None:
-            config_table = rotary_table(config, head_dim, num_positions).to(device)
-            cache.append((config, config_table))
-        tables.append(config_table)
+    for layer in zip(configs, head_dims, strict=True):
+        table = next((table for other, table in cache if other == layer), None)
+        if table is None:
+            table = rotary_table(*layer, num_positions).to(device)
+            cache.append((layer, table))
+        tables.append(table)
     return tuple(tables)
 
 
@@ -58,6 +58,9 @@ def _frequencies(config: RotaryConfig, head_dim: int) -> tuple[torch.Tensor, flo
     plain = 1.0 / config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if config.kind == NO_ROTARY:
         return torch.zeros_like(plain), 1.0
+    if config.kind == PROPORTIONAL:  # the first of the pairs alone, at the frequencies of a head that is rotated whole
+        plain[int(config.share * head_dim // 2) :] = 0.0
+        return plain / config.options.get("factor", 1.0), 1.0
     if config.kind == "linear":
         return plain / config.options["factor"], 1.0
     if config.kind == "llama3":

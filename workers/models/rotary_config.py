@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SCALINGS = ("default", "linear", "llama3", "yarn")
-LONGROPE = "longrope"  # of families that say so
+LONGROPE, PROPORTIONAL = "longrope", "proportional"  # of families that say so
 NO_ROTARY = "none"  # of layers that do not rotate: all angles are 0
 _ORIGINAL = "original_max_position_embeddings"
 # The numbers of each scaling, those first that it needs. `truncate` is a flag.
@@ -18,11 +18,13 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
     LONGROPE: (_ORIGINAL,),
+    PROPORTIONAL: (),
 }
 _FACTORS = ("short_factor", "long_factor")  # lists of `longrope`, which divide the frequencies
 _OPTIONAL = {
     "yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     LONGROPE: ("factor", "attention_factor"),
+    PROPORTIONAL: ("factor",),
 }
 _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _TYPE_KEYS = ("rope_type", "type")
@@ -73,8 +75,11 @@ class RotaryConfig:
         return RotaryConfig(float(theta), kind, _options(kind, parameters, needed), share, factors)
 
     def num_rotated(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number."""
-        number = int(head_dim * self.share)
+        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number.
+
+        With `proportional` all are: those of the share, and the others by angles of 0.
+        """
+        number = head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
         if number % 2 or not number:
             raise ValueError(
                 f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: an even "
@@ -204,7 +209,9 @@ def layer_rotaries(
             raise ValueError(f"rope_parameters has {key!r}: {', '.join(_KINDS_OF_LAYERS)} are accepted")
         if (kinds[key] or {}).get("truncate") is False:  # transformers looks for it outside of the two
             raise ValueError("truncate = false is not supported in a rotary embedding of some layers")
-    wide = RotaryConfig.from_model_config({**raw, "rope_parameters": kinds.get("full_attention")}, theta)
+    wide = RotaryConfig.from_model_config(
+        {**raw, "rope_parameters": kinds.get("full_attention")}, theta, share, scalings, scales_queries
+    )
     local = RotaryConfig.from_model_config(
         {
             "rope_parameters": kinds.get("sliding_attention"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...adapters.adapter import EXPERT_MODULES, RECURRENT_MODULES, SHARED_MODULES
+from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES, BaseShape, name_of
 from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
 from ..config import ExpertSharding, KVDtype
 from .config import ModelConfig, slab_of_head
+from .recurrent_config import Range as Range
+from .recurrent_config import RecurrentPart
 
-Range = tuple[int, int]  # start, stop
 _SLAB_ELEMENTS = 32  # a multiple: kernels read 16 bytes and more at a time, states are float32
 
 
@@ -28,32 +30,38 @@ class ModelSharding:
         if not 0 <= self.rank < degree:
             raise ValueError(f"rank {self.rank}: 0 to {degree - 1} are the workers of this gang")
         shared = {"attention heads": config.num_heads, "hidden features": config.hidden_size} | self._mlp_features()
+        shared["features of layers' inputs"] = config.layer_sizes.input_size
         if config.recurrent is not None:
-            shared["key heads of layers with a recurrent state"] = config.recurrent.num_key_heads
+            shared |= config.recurrent.shared
         for label, count in shared.items():
             if count % degree:
                 raise ValueError(f"a gang of {degree} workers cannot share {count} {label}: a divisor is needed")
-        if config.num_kv_heads % degree and degree % config.num_kv_heads:
-            raise ValueError(
-                f"a gang of {degree} workers cannot share {config.num_kv_heads} KV heads: "
-                "a divisor or a multiple is needed"
-            )
+        for num_kv_heads in set(config.layer_sizes.num_kv_heads):
+            if num_kv_heads % degree and degree % num_kv_heads:
+                raise ValueError(
+                    f"a gang of {degree} workers cannot share {num_kv_heads} KV heads: "
+                    "a divisor or a multiple is needed"
+                )
 
     @property
     def heads(self) -> Range:
         return self._share(self.config.num_heads)
 
-    @property
-    def kv_heads(self) -> Range:
+    def kv_heads_of(self, layer: int) -> Range:
         """The KV heads that this worker's heads attend to. If workers outnumber them, several workers hold the same."""
-        if self.config.num_kv_heads >= self.degree:
-            return self._share(self.config.num_kv_heads)
-        first = self.rank * self.config.num_kv_heads // self.degree
+        num_kv_heads = self.config.layer_sizes.num_kv_heads[layer]
+        if num_kv_heads >= self.degree:
+            return self._share(num_kv_heads)
+        first = self.rank * num_kv_heads // self.degree
         return first, first + 1
 
-    @property
-    def intermediate(self) -> Range:
-        return self._share(self.config.intermediate_size)
+    def num_kv_heads_of(self, layer: int) -> int:
+        start, stop = self.kv_heads_of(layer)
+        return stop - start
+
+    def intermediate_of(self, layer: int) -> Range:
+        """This worker's features of the dense MLP."""
+        return self._share(self.config.layer_sizes.intermediate_sizes[layer])
 
     @property
     def experts(self) -> Range:
@@ -78,23 +86,9 @@ class ModelSharding:
         return self._share(self.config.experts.shared_intermediate_size or 0)
 
     @property
-    def recurrent_pieces(self) -> dict[str, tuple[Range, ...]]:
-        """By module of layers with a recurrent state: the outputs of the base that are this worker's, side by side.
-
-        Of `out_proj`: its inputs.
-        """
-        recurrent = self.config.recurrent
-        assert recurrent is not None
-        key_start, key_stop = (head * recurrent.key_dim for head in self._share(recurrent.num_key_heads))
-        heads = self._share(recurrent.num_value_heads)
-        values = heads[0] * recurrent.value_dim, heads[1] * recurrent.value_dim
-        all_keys = recurrent.num_key_heads * recurrent.key_dim
-        qkv = (
-            (key_start, key_stop),
-            (all_keys + key_start, all_keys + key_stop),
-            (2 * all_keys + values[0], 2 * all_keys + values[1]),
-        )
-        return dict(zip(RECURRENT_MODULES, (qkv, (values,), (heads,), (heads,), (values,)), strict=True))
+    def recurrent(self) -> RecurrentPart:
+        assert self.config.recurrent is not None
+        return self.config.recurrent.part(self.rank, self.degree)
 
     @property
     def vocabulary(self) -> Range:
@@ -103,46 +97,53 @@ class ModelSharding:
         return min(self.rank * share, self.config.vocab_size), min((self.rank + 1) * share, self.config.vocab_size)
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.kv_heads[1] - self.kv_heads[0]
+    def layer_inputs(self) -> Range:
+        """This worker's features of what each layer takes of its token beside the residual."""
+        return self._share(self.config.layer_sizes.input_size)
 
     @property
     def linears(self) -> tuple[tuple[int, int], ...]:
-        """Inputs and outputs of each linear of a dense layer, as this worker multiplies it."""
-        dim, hidden = self.config.head_dim, self.config.hidden_size
-        query, kv, width = ((stop - start) for start, stop in (self.heads, self.kv_heads, self.intermediate))
-        gates = query if self.config.family.gated_attention else 0
-        linears = (hidden, (query + gates + 2 * kv) * dim), (query * dim, hidden), (hidden, 2 * width), (width, hidden)
+        """Inputs and outputs of each linear of dense layers, as this worker multiplies it."""
+        hidden, sizes, query = self.config.hidden_size, self.config.layer_sizes, self.heads[1] - self.heads[0]
+        gates, kinds = query if self.config.family.gated_attention else 0, dict[tuple[int, int], None]()
+        for layer, dim in enumerate(sizes.head_dims):
+            kv = self.num_kv_heads_of(layer) if sizes.kv_sources[layer] == layer else 0
+            start, stop = self.intermediate_of(layer)
+            attention = (hidden, (query + gates + 2 * kv) * dim), (query * dim, hidden)
+            kinds |= dict.fromkeys((*attention, (hidden, 2 * (stop - start)), (stop - start, hidden)))
+        linears = tuple(kinds)
         if self.config.recurrent is None:
             return linears
-        *inputs, output = self.config.recurrent.modules(hidden).values()
-        num_out = sum(num_out for _, num_out in inputs) // self.degree
-        return *linears, (hidden, num_out), (output[0] // self.degree, hidden)
+        part = self.recurrent
+        num_out = sum(stop - start for pieces in part.outputs.values() for start, stop in pieces)
+        return *linears, (hidden, num_out), (part.inputs[1] - part.inputs[0], hidden)
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer of this worker; see `slab_of_head`.
 
-        Where layers have a recurrent state in place of KV, the KV of the others is spread over the slabs of all.
+        Where `spreads_kv`, the KV of all layers is spread over the slabs of all.
         """
-        config, kv = self.config, self.kv_slab(block_size, kv_dtype, element_bytes)
-        if config.recurrent is None:
-            return kv
-        slab = -(-kv * len(config.kv_layers) // config.num_layers)
+        kv = sum(self.kv_slab(layer, block_size, kv_dtype, element_bytes) for layer in self.config.kv_layers)
+        if not self.spreads_kv:
+            return kv // self.config.num_layers
+        slab = -(-kv // self.config.num_layers)
         return -(-slab // _SLAB_ELEMENTS) * _SLAB_ELEMENTS
 
-    def kv_slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
-        """Elements of the KV of `block_size` tokens in one layer of this worker."""
-        return self.num_kv_heads * slab_of_head(self.config.head_dim, block_size, kv_dtype, element_bytes)
+    @property
+    def spreads_kv(self) -> bool:
+        """Layers have KV of different sizes, or a recurrent state in place of it, or that of another layer."""
+        return self.config.recurrent is not None or self.config.sizes is not None
+
+    def kv_slab(self, layer: int, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
+        """Elements of the KV of `block_size` tokens in a layer of this worker."""
+        head_dim = self.config.layer_sizes.head_dims[layer]
+        return self.num_kv_heads_of(layer) * slab_of_head(head_dim, block_size, kv_dtype, element_bytes)
 
     def layout(self, block_size: int, dtype: Dtype, kv_dtype: KVDtype = "dtype") -> AdapterLayout:
         """How adapters are packed for this worker."""
         sharding = None
         if self.degree > 1:
-            query, kv = self._features(self.heads), self._features(self.kv_heads)
-            gated = 2 if self.config.family.gated_attention else 1
-            outputs = {"q_proj": (gated * query[0], gated * query[1]), "k_proj": kv, "v_proj": kv}
-            outputs |= {"gate_proj": self.intermediate, "up_proj": self.intermediate}
-            inputs = {"o_proj": query, "down_proj": self.intermediate}
+            outputs, inputs = self._cut(self.config.shape)
             if self.config.experts is not None:
                 gate, up, down = SHARED_MODULES
                 outputs |= {gate: self.shared_features, up: self.shared_features}
@@ -151,12 +152,36 @@ class ModelSharding:
                 gate, up, down = EXPERT_MODULES
                 outputs |= {gate: self.expert_features, up: self.expert_features}
                 inputs |= {down: self.expert_features}
-            pieces = {} if self.config.recurrent is None else self.recurrent_pieces
-            if pieces:
-                inputs |= {RECURRENT_MODULES[-1]: pieces.pop(RECURRENT_MODULES[-1])[0]}
+            pieces: Mapping[str, tuple[Range, ...]] = {}
+            if self.config.recurrent is not None:
+                pieces = self.recurrent.outputs
+                inputs |= {self.config.shape.recurrent_modules[-1]: self.recurrent.inputs}
             sharding = Sharding(self.degree, self.rank, outputs, inputs, pieces)
         slab = self.slab(block_size, kv_dtype, PAGE_DTYPES[dtype].itemsize)
         return AdapterLayout(self.config.shape, slab, dtype, sharding)
+
+    def _cut(self, shape: BaseShape) -> tuple[dict[str, Range], dict[str, Range]]:
+        """This worker's outputs, and inputs, of the entries of attention, of dense MLPs and of the layers' inputs."""
+        outputs, inputs = dict[str, Range](), dict[str, Range]()
+        for entry in shape.modules:
+            layer, module = next(iter(shape.layers_of(entry))), name_of(entry)
+            dim, gated = self.config.layer_sizes.head_dims[layer], 2 if self.config.family.gated_attention else 1
+            if module == "q_proj":
+                outputs[entry] = self.heads[0] * gated * dim, self.heads[1] * gated * dim
+            elif module in ("k_proj", "v_proj"):
+                start, stop = self.kv_heads_of(layer)
+                outputs[entry] = start * dim, stop * dim
+            elif module == "o_proj":
+                inputs[entry] = self.heads[0] * dim, self.heads[1] * dim
+            elif module in ("gate_proj", "up_proj"):
+                outputs[entry] = self.intermediate_of(layer)
+            elif module == "down_proj":
+                inputs[entry] = self.intermediate_of(layer)
+            elif module == "per_layer_input_gate":
+                outputs[entry] = self.layer_inputs
+            elif module == "per_layer_projection":
+                inputs[entry] = self.layer_inputs
+        return outputs, inputs
 
     def _mlp_features(self) -> dict[str, int]:
         """The counts, by name, that workers must share evenly in dense MLPs and experts."""
@@ -177,9 +202,6 @@ class ModelSharding:
     def _share(self, count: int) -> Range:
         share = count // self.degree
         return self.rank * share, (self.rank + 1) * share
-
-    def _features(self, heads: Range) -> Range:
-        return heads[0] * self.config.head_dim, heads[1] * self.config.head_dim
 
 
 def layouts_of_gang(

@@ -24,10 +24,13 @@ def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple((layer + 1) % interval != 0 for layer in range(values["num_hidden_layers"]))
 
 
-def sliding_layers(values: Mapping[str, Any], slides: Slides, *, recurrent: bool = False) -> tuple[bool, ...]:
+def sliding_layers(
+    values: Mapping[str, Any], slides: Slides, *, recurrent: bool = False, last_is_full: bool = False
+) -> tuple[bool, ...]:
     """For each layer whether it slides. Raises ValueError for `layer_types` that do not fit the layers.
 
-    `recurrent`: layers may have a recurrent state instead, and then do not slide.
+    `recurrent`: layers may have a recurrent state instead, and then do not slide. `last_is_full`: the last one sees all
+    tokens, whatever config.json says.
     """
     num_layers, kinds = values["num_hidden_layers"], values.get("layer_types")
     if not kinds:
@@ -42,6 +45,8 @@ def sliding_layers(values: Mapping[str, Any], slides: Slides, *, recurrent: bool
         if kind not in accepted:
             raise ValueError(f"layer_types has {kind!r}: {', '.join(accepted)} are accepted")
     layers = tuple(accepted[kind] for kind in kinds)
+    if last_is_full:
+        layers = (*layers[:-1], False)
     if any(layers) and not values.get("use_sliding_window", True):
         raise ValueError("layer_types has 'sliding_attention', and use_sliding_window = false: true is needed")
     if any(layers) and values.get("attention_chunk_size", 0) is None:
@@ -103,3 +108,8 @@ def three_of_four(values: Mapping[str, Any], layer: int) -> bool:
 def five_of_six(values: Mapping[str, Any], layer: int) -> bool:
     """Gemma 3: all layers but every sixth, or every `sliding_window_pattern`-th if config.json has that."""
     return (layer + 1) % int(values["sliding_window_pattern"]) != 0
+
+
+def five_of_six_always(values: Mapping[str, Any], layer: int) -> bool:
+    """Gemma 4: all layers but every sixth."""
+    return (layer + 1) % 6 != 0

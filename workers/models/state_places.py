@@ -1,8 +1,8 @@
 """Where the recurrent state of a sequence lies in pages of the pool. Needs no torch: launchers count these pages, too.
 
 A state takes as many pages for every sequence, wherever in the pool they are. Of each layer with a state it has one
-piece for each value head, `[key_dim, value_dim]` float32, and one with the newest inputs of the convolution. No piece
-lies in two pages. So KV, states and adapters compete for one memory.
+piece for each head that has a matrix, in float32, and one with the newest inputs of the convolution. No piece lies in
+two pages. So KV, states and adapters compete for one memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Place = tuple[int, int]  # which of the state's pages, and the first byte there
 class LayerPlaces:
     """Of one layer's state."""
 
-    heads: tuple[Place, ...]  # by value head
+    heads: tuple[Place, ...]  # by head that has a matrix
     inputs: Place
 
 
@@ -42,9 +42,9 @@ def state_places(sharding: ModelSharding, page_bytes: int, element_bytes: int) -
     if recurrent is None:
         return NO_STATE
     page = at = 0
-    num_heads = recurrent.num_value_heads // sharding.degree
-    head_bytes = recurrent.key_dim * recurrent.value_dim * _STATE_BYTES
-    input_bytes = (recurrent.kernel - 1) * (recurrent.num_channels // sharding.degree) * element_bytes
+    part = sharding.recurrent
+    num_heads, head_bytes = part.heads[1] - part.heads[0], recurrent.head_size * _STATE_BYTES
+    input_bytes = (recurrent.kernel - 1) * part.num_channels * element_bytes
     needed = _aligned(max(head_bytes, input_bytes))
     if needed > page_bytes:
         raise ValueError(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from ...adapters.adapter import EXPERT_MODULES
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
-from ...kernels.gated_delta import LayerState
+from ...kernels.recurrence import LayerState
 from ...kernels.step import (
     Add,
     AddExpertLora,
@@ -24,19 +25,21 @@ from ...kernels.step import (
     Embed,
     ExpertLinear,
     Gated,
-    GatedDeltaRule,
     Heads,
+    JoinEmbedding,
     Linear,
     MultiplyGate,
     Norm,
     Operation,
     Program,
+    Recur,
     Step,
     TakePairs,
     WriteKV,
 )
 from ..parallel import Parallel
 from .decoder import Decoder
+from .layer_input import LayerInput
 from .layers import (
     EXPERT_DOWN,
     EXPERT_GATE_UP,
@@ -54,12 +57,15 @@ _log = logging.getLogger(__name__)
 # Registers: the residual; the normed input of a half of a layer; its output; q, k and v; q as it is rotated; what is
 # attended to; gate and up; their product. Of experts: their scores; the pairs' inputs, gates and ups, products and
 # outputs; the same of the expert that computes every row, and its gate. Of a layer with a recurrent state: its inputs,
-# and what comes of them.
+# and what comes of them. Of a layer with an input beside the residual: the embedding, what is projected of it, the
+# gate, both with the token's own, and their product.
 RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, INNER = range(8)
 SCORES, PAIRS, PAIRS_GATE_UP, PAIRS_INNER, PAIRS_OUTPUT = range(8, 13)
 SHARED_GATE_UP, SHARED_INNER, SHARED_OUTPUT, SHARED_GATE = range(13, 17)
 RECURRENT, MIXED = 17, 18
 PADDED_SCORES, PADDED_GATE = 19, 20  # what adapters add to scores and gates
+EMBEDDED, OWN, INPUT_GATE, JOINED, INPUT = range(21, 26)
+NUM_NAMES = 26
 
 
 def prepare_step(
@@ -103,45 +109,74 @@ def program_of(
     decoder: Decoder, rotary: Sequence[torch.Tensor], kv: Sequence[LayerKV], states: Sequence[LayerState] = ()
 ) -> Program:
     """`kv` and `states`: of the layers that have them. `rotary`: of all."""
+    hidden = decoder.embedding.shape[1]
+    whole = {RESIDUAL: hidden, NORMED: hidden, OUTPUT: hidden, EMBEDDED: hidden}
+    registers = {(name, width): name for name, width in whole.items() if name != EMBEDDED}
     operations: list[Operation] = [Embed(RESIDUAL, decoder.embedding, decoder.embedding_scale)]
+    if decoder.layers[0].end is not None:
+        operations.append(_named(Embed(EMBEDDED, decoder.embedding, decoder.embedding_scale), whole, registers))
+    is_added = True  # what the layer before gave is in the residual
     for layer in decoder.layers:
         mixer, x = layer.attention, _input(layer.attention_norm)
         if isinstance(mixer, Attention):
             mixing = _attention(mixer, x, layer.index, rotary[layer.index], kv[mixer.kv_index])
         else:
             mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index])
-        operations += _layer(layer, mixing)
-    operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, decoder.norm, decoder.norm_eps))
-    return Program(_widths(decoder), tuple(operations), NORMED)
+        widths = whole | _widths(layer, hidden)
+        operations += [_named(each, widths, registers) for each in _layer(layer, mixing, is_added)]
+        is_added = layer.is_whole
+    norm = decoder.norm, decoder.norm_eps, decoder.norm_is_centred
+    if is_added:
+        operations.append(AddNorm(RESIDUAL, None, NORMED, *norm))
+    else:
+        operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, *norm))
+    by_register = {register: width for (_, width), register in registers.items()}
+    return Program(
+        tuple(by_register.get(register, 0) for register in range(max(by_register) + 1)), tuple(operations), NORMED
+    )
 
 
-def _widths(decoder: Decoder) -> tuple[int, ...]:
-    """By register. Layers of a kind are alike."""
-    hidden, heads = decoder.embedding.shape[1], heads_of(_attentions(decoder)[0])
-    query = heads.num_heads * heads.head_dim
-    widths = {RESIDUAL: hidden, NORMED: hidden, OUTPUT: hidden, ROTATED: query, ATTENDED: query}
-    widths[QKV] = _attentions(decoder)[0].qkv.weight.num_out
-    for layer in decoder.layers:
-        mlp = layer.mlp
-        if isinstance(layer.attention, RecurrentMixer):
-            widths |= {RECURRENT: layer.attention.rule.width, MIXED: layer.attention.output.weight.num_in}
-        if isinstance(mlp, GatedMlp):
-            widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
-        else:
-            assert isinstance(mlp, ExpertMlp)
-            gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
-            widths |= {
-                SCORES: mlp.num_experts,
-                PADDED_SCORES: mlp.router.padded_out,
-                PAIRS: pairs * hidden,
-                PAIRS_OUTPUT: pairs * hidden,
-            }
-            widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
-            if mlp.shared is not None:
-                gate_up, down, gate = mlp.shared.gate_up.weight, mlp.shared.down.weight, mlp.shared.gate
-                widths |= {SHARED_GATE_UP: gate_up.num_out, SHARED_INNER: down.num_in, SHARED_OUTPUT: hidden}
-                widths |= {} if gate is None else {SHARED_GATE: 1, PADDED_GATE: gate.padded_out}
-    return tuple(widths.get(register, 0) for register in range(max(widths) + 1))
+_REGISTERS = ("x", "to", "residual", "gate", "beside", "padded")  # fields of operations
+
+
+def _named(operation: Operation, widths: Mapping[int, int], registers: dict[tuple[int, int], int]) -> Operation:
+    """The operation with registers of the widths that its layer needs: layers of other sizes have others."""
+    names = {name: getattr(operation, name) for name in _REGISTERS if getattr(operation, name, None) is not None}
+    places = {}
+    for field, name in names.items():
+        key = name, widths[name]
+        if key not in registers:
+            registers[key] = name if name not in registers.values() else max(NUM_NAMES, *registers.values()) + 1
+        places[field] = registers[key]
+    return operation if places == names else replace(operation, **places)  # type: ignore[arg-type]
+
+
+def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
+    """By register, of those that the layer has beside the residual's."""
+    widths: dict[int, int] = {}
+    mixer, mlp = layer.attention, layer.mlp
+    if isinstance(mixer, RecurrentMixer):
+        widths |= {RECURRENT: mixer.rule.width, MIXED: mixer.output.weight.num_in}
+    else:
+        query = mixer.num_heads * mixer.head_dim
+        widths |= {QKV: mixer.qkv.weight.num_out, ROTATED: query, ATTENDED: query}
+    if isinstance(mlp, GatedMlp):
+        widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
+    else:
+        assert isinstance(mlp, ExpertMlp)
+        gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
+        widths |= {SCORES: mlp.num_experts, PADDED_SCORES: mlp.router.padded_out}
+        widths |= {PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
+        widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
+        if mlp.shared is not None:
+            shared, down, gate = mlp.shared.gate_up.weight, mlp.shared.down.weight, mlp.shared.gate
+            widths |= {SHARED_GATE_UP: shared.num_out, SHARED_INNER: down.num_in, SHARED_OUTPUT: hidden}
+            widths |= {} if gate is None else {SHARED_GATE: 1, PADDED_GATE: gate.padded_out}
+    if (end := layer.end) is not None:
+        assert isinstance(end, LayerInput)
+        widths |= {OWN: end.embedding_projection.weight.num_out, INPUT_GATE: end.gate.weight.num_out}
+        widths |= {JOINED: 2 * end.gate.weight.num_out, INPUT: end.project.weight.num_in}
+    return widths
 
 
 def _input(norm: torch.Tensor | None) -> int:
@@ -157,8 +192,12 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
     if attention.head_norm is not None:
         norm, kv_width = attention.head_norm, heads.num_kv_heads * heads.head_dim
         yield Norm(QKV, column, query // len(norm.q), norm.q, norm.eps)
-        yield Norm(QKV, column + query, kv_width // len(norm.k), norm.k, norm.eps)
-    yield WriteKV(QKV, ROTATED, heads, rotary, kv, column)
+        if attention.has_kv:
+            yield Norm(QKV, column + query, kv_width // len(norm.k), norm.k, norm.eps)
+        if attention.has_kv and norm.v is not None:
+            yield Norm(QKV, column + query + kv_width, heads.num_kv_heads, norm.v, norm.eps)
+    written = heads if attention.has_kv else replace(heads, num_kv_heads=0)
+    yield WriteKV(QKV, ROTATED, written, rotary, kv, column)
     scores = (attention.scale, attention.window, attention.softcap, attention.sinks)
     yield Attend(ROTATED, ATTENDED, heads, kv, *scores)
     if attention.is_gated:
@@ -168,28 +207,41 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
 
 def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) -> Iterator[Operation]:
     yield from _linear(mixer.inputs, x, RECURRENT, layer)
-    yield GatedDeltaRule(RECURRENT, MIXED, mixer.rule, state)
+    yield Recur(RECURRENT, MIXED, mixer.rule, state)
     yield from _linear(mixer.output, MIXED, OUTPUT, layer)
 
 
-def _layer(layer: DecoderLayer, mixing: Iterator[Operation]) -> Iterator[Operation]:
+def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> Iterator[Operation]:
     """`mixing`: attention, or what a layer has in its place."""
     eps = layer.norm_eps
-    yield from _enter(layer.attention_norm, eps, is_first=layer.index == 0)
+    yield from _enter(layer, layer.attention_norm, is_added=is_added)
     yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
-    yield from _enter(layer.mlp_norm, eps)
-    yield from _mlp(layer, _input(layer.mlp_norm))
+    yield from _enter(layer, layer.mlp_norm)
+    yield from _mlp(layer, _input(layer.attention_norm if layer.is_parallel else layer.mlp_norm))
     if layer.mlp_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
+    if layer.is_whole:
+        yield Add(OUTPUT, RESIDUAL, 1.0 if layer.end is not None else layer.scalar)
+    if (end := layer.end) is not None:
+        assert isinstance(end, LayerInput)
+        yield from _linear(end.embedding_projection, EMBEDDED, OWN, layer.index)
+        yield Norm(OWN, 0, 1, end.embedding_norm, end.embedding_eps)
+        yield from _linear(end.gate, RESIDUAL, INPUT_GATE, layer.index)
+        yield JoinEmbedding(INPUT_GATE, OWN, JOINED, end.table, end.table_scale)
+        yield Gated(JOINED, INPUT, end.activation)
+        yield from _linear(end.project, INPUT, OUTPUT, layer.index)
+        yield Norm(OUTPUT, 0, 1, end.norm, end.eps)
+        yield Add(OUTPUT, RESIDUAL, layer.scalar)
 
 
-def _enter(norm: torch.Tensor | None, eps: float, *, is_first: bool = False) -> Iterator[Operation]:
-    """Adds the output of the half before, which the first one does not have, to the residual, and norms the sum."""
+def _enter(layer: DecoderLayer, norm: torch.Tensor | None, *, is_added: bool = False) -> Iterator[Operation]:
+    """Adds the output of the half before to the residual, unless it is in there, and norms the sum."""
     if norm is not None:
-        yield AddNorm(RESIDUAL if is_first else OUTPUT, None if is_first else RESIDUAL, NORMED, norm, eps)
-    elif not is_first:
+        x, residual = (RESIDUAL, None) if is_added else (OUTPUT, RESIDUAL)
+        yield AddNorm(x, residual, NORMED, norm, layer.norm_eps, layer.centred_norms)
+    elif not is_added:
         yield Add(OUTPUT, RESIDUAL)
 
 

@@ -1,16 +1,21 @@
-"""Random layers of Gated DeltaNet with steps of them, and what they compute, written out in float64."""
+"""Random layers with a recurrent state with steps of them, and what they compute, written out in float64."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from typing import Generic, Literal, TypeVar
 
 import torch
 from torch.nn.functional import softplus
 
-from motet.kernels.gated_delta import GatedDelta, LayerState, StateBatch
+from motet.kernels.gated_delta import GatedDelta
+from motet.kernels.mamba import Mamba
+from motet.kernels.recurrence import LayerState, Rule, StateBatch
+from motet.kernels.short_convolution import ShortConvolution
 
 HEADS_OF_A_PAGE = 2
 
@@ -24,23 +29,25 @@ class Shape:
     kernel: int = 4
 
 
+R = TypeVar("R", bound=Rule)
+
+
 @dataclass(frozen=True)
-class DeltaCase:
+class Case(Generic[R]):
     x: torch.Tensor
-    layer: GatedDelta
+    layer: R
     pool: torch.Tensor
     state: LayerState
     batch: StateBatch
 
 
+DeltaCase = Case[GatedDelta]
+
+
 def make_case(
     shape: Shape, sequences: Sequence[Sequence[int]], dtype: torch.dtype, seed: int = 0, *, in_place: bool = False
 ) -> DeltaCase:
-    """Sequences of segments of these lengths; every third one is fresh, the others have a state.
-
-    A segment's state comes from the one before. Pages are in random order, and NaN where nothing has to be
-    read. `in_place`: each segment's target is its source.
-    """
+    """Steps of Gated DeltaNet, as `steps_of` makes them."""
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator)
     value_heads = shape.key_heads * shape.per_key
@@ -56,13 +63,76 @@ def make_case(
         key_dim=shape.key_dim,
         value_dim=shape.value_dim,
     )
+    return steps_of(layer, value_heads, sequences, dtype, generator, in_place=in_place)
 
+
+def make_convolution(
+    num_channels: int, kernel: int, sequences: Sequence[Sequence[int]], dtype: torch.dtype, *, in_place: bool = False
+) -> Case[ShortConvolution]:
+    """Steps of a short convolution, as `steps_of` makes them."""
+    generator = torch.Generator().manual_seed(num_channels + kernel)
+    draw = partial(torch.randn, generator=generator)
+    rule = ShortConvolution(draw(num_channels, kernel).to(dtype), 0.3 * draw(num_channels))
+    return steps_of(rule, 0, sequences, dtype, generator, in_place=in_place)
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    groups: int
+    per_group: int  # heads of a group
+    head_dim: int
+    state_size: int
+    kernel: int = 4
+    norm: Literal["after the gate", "before the gate", "none"] = "after the gate"
+
+
+def make_mamba(
+    shape: MambaShape, sequences: Sequence[Sequence[int]], dtype: torch.dtype, seed: int = 0, *, in_place: bool = False
+) -> Case[Mamba]:
+    """Steps of Mamba-2, as `steps_of` makes them."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = partial(torch.randn, generator=generator)
+    num_heads = shape.groups * shape.per_group
+    num_channels = num_heads * shape.head_dim + 2 * shape.groups * shape.state_size
+    rule = Mamba(
+        conv=(0.5 * draw(num_channels, shape.kernel)).to(dtype),
+        conv_bias=0.3 * draw(num_channels),
+        decay=-4 * torch.rand(num_heads, generator=generator) ** 3,
+        dt_bias=draw(num_heads),
+        skip=draw(num_heads),
+        norm=None if shape.norm == "none" else 1 + 0.1 * draw(num_heads * shape.head_dim),
+        eps=1e-5,
+        num_heads=num_heads,
+        num_groups=shape.groups,
+        head_dim=shape.head_dim,
+        state_size=shape.state_size,
+        step_limits=(0.1, 1.5) if seed % 2 else (0.0, math.inf),
+        gates_first=shape.norm == "after the gate",
+    )
+    return steps_of(rule, num_heads, sequences, dtype, generator, in_place=in_place)
+
+
+def steps_of(
+    layer: R,
+    num_heads: int,
+    sequences: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    *,
+    in_place: bool,
+) -> Case[R]:
+    """Sequences of segments of these lengths; every third one is fresh, the others have a state.
+
+    A segment's state comes from the one before. Pages are in random order, and NaN where nothing has to be
+    read. `in_place`: each segment's target is its source.
+    """
+    draw = partial(torch.randn, generator=generator)
     # Each page has some heads, with gaps between them, and the convolution's inputs lie behind those of the last one.
-    size, gap = shape.key_dim * shape.value_dim, 3
-    places = [(head // HEADS_OF_A_PAGE, 5 + head % HEADS_OF_A_PAGE * (size + gap)) for head in range(value_heads)]
-    order = torch.randperm(value_heads, generator=generator).tolist()
+    size, gap = layer.head_shape[0] * layer.head_shape[1], 3
+    places = [(head // HEADS_OF_A_PAGE, 5 + head % HEADS_OF_A_PAGE * (size + gap)) for head in range(num_heads)]
+    order = torch.randperm(num_heads, generator=generator).tolist()
     places = [places[at] for at in order]
-    num_state_pages = max(page for page, _ in places) + 1
+    num_state_pages = max((page for page, _ in places), default=0) + 1
     elements = 4 // dtype.itemsize  # of the pool, for each float32
     conv_offset = elements * (5 + HEADS_OF_A_PAGE * (size + gap)) + 1
     slab = -(-(conv_offset + layer.num_kept * layer.num_channels + 7) // 4) * 4
@@ -100,7 +170,7 @@ def make_case(
         is_fresh=torch.tensor(is_fresh),
     )
     x = draw(sum(lengths), layer.width).to(dtype)
-    return DeltaCase(x, layer, pool, state, batch)
+    return Case(x, layer, pool, state, batch)
 
 
 def floats(pool: torch.Tensor) -> torch.Tensor:
