@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconH1Config,
@@ -40,6 +41,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
     Llama4Config,
@@ -269,6 +271,27 @@ VARIANTS: Mapping[str, Variant] = {
             num_local_experts=6,
             num_experts_per_tok=2,
             rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        )
+    ),
+    "ernie4_5_moe": Variant(
+        lambda: Ernie4_5_MoeConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            head_dim=20,
+            moe_num_experts=5,
+            moe_k=2,
+            moe_intermediate_size=24,
+            moe_num_shared_experts=2,
+        )
+    ),
+    "granitemoe": Variant(
+        lambda: GraniteMoeConfig(
+            **SHAPE | {"intermediate_size": 40},
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.2,
+            logits_scaling=1.6,
         )
     ),
     "llama4": Variant(

@@ -33,6 +33,11 @@ BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
 ROUTER = "gate.weight"
+BLOCKS = {  # where models have their experts, and the router's weight
+    "gpt_oss": ("mlp.", "router.weight"),
+    "llama4": ("feed_forward.", "router.weight"),
+    "granitemoe": ("block_sparse_moe.", "router.weight"),
+}
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH = {"r": 3, "lora_alpha": 6, "target_parameters": [GATE_UP, DOWN]}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -73,13 +78,12 @@ def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) ->
         options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
     else:
         options = RECIPES[recipe]
-        if "gpt_oss" in str(model_path) or "llama4" in str(model_path):
-            named = [name.replace(ROUTER, "router.weight") for name in options.get("target_parameters", ())]
-            if "llama4" in str(model_path):
-                named = [name.replace("mlp.", "feed_forward.") for name in named]
-                if recipe == "all_linear":  # PEFT takes its router for a linear, and cannot compute it
-                    options = {**options, "exclude_modules": ["router"]}
-            options = {**options, "target_parameters": named or None}
+        block, router = BLOCKS.get(model_path.parent.name[:-1], ("mlp.", ROUTER))
+        named = [name.replace(ROUTER, router).replace("mlp.", block) for name in options.get("target_parameters", ())]
+        options = {**options, "target_parameters": named or None}
+        if recipe == "all_linear" and block == "feed_forward.":
+            # PEFT takes the router of Llama 4 for a linear, and cannot compute it.
+            options["exclude_modules"] = ["router"]
         is_router = recipe == "router"
         if "gemma4" in str(model_path):  # beside a dense MLP, and the router is a linear
             options = json.loads(json.dumps(options).replace("mlp.", "").replace(r"mlp\\\\.", ""))
@@ -135,6 +139,7 @@ class Case:
         "minimax_m2",
         "gemma4_moe",
         "llama4",
+        *("granitemoe", "ernie4_5_moe"),
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

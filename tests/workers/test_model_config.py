@@ -60,6 +60,10 @@ LLAMA4: dict[str, Any] = {
     **{"architectures": ["Llama4ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [0, 2]},
     **{"num_hidden_layers": 3, "head_dim": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 20},
 }
+ERNIE_MOE: dict[str, Any] = {
+    **{"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 6},
+    **{"num_hidden_layers": 3, "moe_layer_end_index": 1},
+}
 QWEN3_5: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
 
 
@@ -231,6 +235,9 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, A
         ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "decoder_sparse_step": 2}, (1,), (6, None)),
         (GLM_MOE, (1, 2), (6, 12)),
         (LLAMA4, (0, 2), (12, 12)),
+        (ERNIE_MOE, (1,), (6, 12)),
+        (ERNIE_MOE | {"moe_layer_start_index": 0, "moe_layer_end_index": -1}, (0, 1, 2), (6, 12)),
+        (ERNIE_MOE | {"moe_num_shared_experts": 0, "moe_layer_interval": 2}, (1,), (6, None)),
         (LLAMA4 | {"moe_layers": None, "interleave_moe_layer_step": 2}, (1,), (12, 12)),
     ],
 )
@@ -393,6 +400,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"n_group": 1, "topk_group": 1, "n_routed_experts": 160, "n_shared_experts": 1, "first_k_dense_replace": 1},
         **{"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "attention_dropout": 0.0},
         "moe_intermediate_size": 8,
+    },
+    "ERNIE-4.5-21B-A3B": {
+        **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_gate": "topk", "moe_k": 6},
+        **{"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 27},
+        **{"moe_layer_interval": 1, "moe_capacity": [64, 64, 64], "moe_use_aux_free": True, "use_bias": False},
+        **{"moe_intermediate_size": 8, "rope_theta": 500000, "tie_word_embeddings": True},
+    },
+    "Granite 3.1 MoE": {
+        **{"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22, "num_local_experts": 40},
+        **{"num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None, "tie_word_embeddings": True},
     },
     "Llama 4 Scout": {
         **{

@@ -137,7 +137,7 @@ class ModelConfig:
         layers = shape.layers
         dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
         modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
-        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router}"}
+        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
         if dense_layers:
             modules |= dense
             some_layers |= dict.fromkeys(dense, dense_layers)

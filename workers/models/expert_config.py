@@ -10,7 +10,11 @@ from ...adapters.adapter import EXPERT_MODULES, NARROW_MODULES, SHARED_MODULES, 
 from ...kernels.experts import Routing
 from .family import ExpertNames, Family
 
-_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_k")
+_STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+_DENSE_KEYS = ("first_k_dense_replace", "moe_layer_start_index")  # the first layers without experts
+_SHARED_KEYS = ("n_shared_experts", "moe_num_shared_experts")
 
 
 @dataclass(frozen=True)
@@ -71,25 +75,25 @@ class ExpertConfig:
             return None
         if not values.get("enable_moe_block", True):
             return None
-        top_k_key = "top_k_experts" if "top_k_experts" in values else "num_experts_per_tok"
-        for key in (*_COUNT_KEYS, top_k_key, "moe_intermediate_size"):
+        for key in (*_COUNT_KEYS, *_TOP_KEYS, "moe_intermediate_size"):
             if key in values and values[key] is None:
                 raise KeyError(key)
-        num_experts = next(int(values[key]) for key in _COUNT_KEYS if key in values)
-        top_k, step = int(values[top_k_key]), values.get("interleave_moe_layer_step", 1)
-        step = int(values.get("decoder_sparse_step", step))
+        num_experts, step = _first(values, _COUNT_KEYS), _first(values, _STEP_KEYS, 1)
+        top_k, num_layers = _first(values, _TOP_KEYS), int(values["num_hidden_layers"])
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
-        dense |= {*range(int(values.get("first_k_dense_replace", 0)))}
+        dense |= {*range(_first(values, _DENSE_KEYS, 0))}
+        if (last := int(values.get("moe_layer_end_index", -1))) != -1:
+            dense |= {*range(last + 1, num_layers)}
         if (sparse := values.get("moe_layers")) is not None:
-            dense, step = {*range(int(values["num_hidden_layers"]))}.difference(sparse), 1
+            dense, step = {*range(num_layers)}.difference(sparse), 1
         layers = tuple(
-            num_experts > 0 and layer not in dense and (layer + 1) % step == 0
-            for layer in range(int(values["num_hidden_layers"]))
+            num_experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)
         )
         if not any(layers):
             return None
         if top_k > num_experts:
-            raise ValueError(f"{top_k_key} = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
+            key = next(key for key in _TOP_KEYS if key in values)
+            raise ValueError(f"{key} = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
         width = int(values.get("moe_intermediate_size", values["intermediate_size"]))
         routing = replace(
             family.routing,
@@ -111,9 +115,16 @@ class ExpertConfig:
         )
 
 
+def _first(values: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None) -> int:
+    """The number that a family has by one of these names."""
+    number = next((values[key] for key in keys if key in values), default)
+    assert number is not None, keys
+    return int(number)
+
+
 def _shared_size(values: Mapping[str, Any], width: int) -> int | None:
-    if "n_shared_experts" in values:
-        return width * int(values["n_shared_experts"])
+    if any(key in values for key in _SHARED_KEYS):
+        return width * _first(values, _SHARED_KEYS) or None
     size = width if "intermediate_size_mlp" in values else values.get("shared_expert_intermediate_size")
     return None if size is None else int(size)
 

@@ -243,7 +243,7 @@ class _LayerLoader:
         hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
         if names.are_fused:
             gate_up, down = self._fused_experts(names)
-        elif f"{self.prefix}{names.prefix}experts.gate_up_proj" in self._checkpoint:
+        elif f"{self.prefix}{names.prefix}{names.stacked[0]}" in self._checkpoint:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
@@ -288,8 +288,8 @@ class _LayerLoader:
         hidden, width = self._config.hidden_size, config.intermediate_size
         part = slice(*self._sharding.expert_features)
         gate_up, down = (
-            self._one_by_one(f"{names.prefix}experts.{name}", shape)
-            for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
+            self._one_by_one(f"{names.prefix}{name}", shape)
+            for name, shape in zip(names.stacked, ((2 * width, hidden), (hidden, width)), strict=True)
         )
         return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [
             each[:, part] for each in down
@@ -353,7 +353,8 @@ class _LayerLoader:
         assert config is not None
         if not config.routing.has_bias:
             return None
-        return self._checkpoint.take(f"{self.prefix}{name}", (config.num_experts,), in_floats=True)
+        shape = (1, config.num_experts) if ".moe_statics." in name else (config.num_experts,)
+        return self._checkpoint.take(f"{self.prefix}{name}", shape, in_floats=True).flatten()
 
     def _shared_expert(self, names: ExpertNames) -> SharedExpert | None:
         config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
@@ -381,7 +382,7 @@ class _LayerLoader:
             return None
         if not config.family.qk_norm_has_weights:
             # Behind the rotation it would be the same, since that leaves the norm as it is.
-            if config.rotaries[self._index].kind == NO_ROTARY:
+            if config.rotaries[layer].kind == NO_ROTARY:
                 return None
             ones = torch.ones(config.head_dim, device=device)
             return HeadNorm(ones, ones, config.norm_eps)
