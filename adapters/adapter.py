@@ -14,7 +14,12 @@ from .errors import OtherBase, quote
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The linear projections of layers with a recurrent state, in this order after those of attention. A base has some.
-RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+RECURRENT_MODULES = (
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Gated DeltaNet
+    *("in_proj_qkvz", "in_proj_ba"),  # of Qwen3-Next
+    "in_proj",  # short convolutions, Mamba-2
+    "out_proj",
+)
 # The linear projections of what each layer takes of its token beside the residual (Gemma 4). The last one is a single
 # one for all layers: each has its outputs, one layer after the other.
 PER_LAYER_MODULES = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")

@@ -38,6 +38,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    Lfm2Config,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -124,6 +125,10 @@ GEMMA3_ROPE: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+def _without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 @dataclass(frozen=True)
@@ -387,6 +392,23 @@ VARIANTS: Mapping[str, Variant] = {
             linear_value_head_dim=20,
         )
     ),
+    "lfm2": Variant(
+        lambda: Lfm2Config(
+            **_without(SHAPE, "rms_norm_eps"),
+            norm_eps=1e-5,
+            block_multiple_of=24,
+            layer_types=["full_attention", "full_attention", "conv"],
+        )
+    ),
+    "lfm2_bias": Variant(
+        lambda: Lfm2Config(
+            **_without(SHAPE, "rms_norm_eps") | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+            conv_bias=True,
+            conv_L_cache=4,
+            block_auto_adjust_ff_dim=False,
+            full_attn_idxs=[1, 2],
+        )
+    ),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -498,6 +520,9 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         image_token_index=152,
     ),
 }
+
+
+LFM2_NAMES: Mapping[str, str] = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @dataclass(frozen=True)
@@ -619,6 +644,7 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
+    fused |= LFM2_NAMES if "feed_forward" in names else {}
     for seed, recipe in enumerate(RECIPES):
         with patterns_may_match_nothing():
             model = get_peft_model(deepcopy(base), recipe.config(targets, fused))

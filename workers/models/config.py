@@ -31,7 +31,7 @@ from .expert_config import ExpertConfig
 from .family import Family, Wrapper
 from .layer_sizes import LayerSizes
 from .quantised_config import Quantisation, read_quantisation
-from .recurrent_config import RecurrentConfig, read_recurrent
+from .recurrent_config import RecurrentConfig, kinds_of_layers, read_recurrent
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
 from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
@@ -184,6 +184,7 @@ class ModelConfig:
         """`modules`: without those of layers with a recurrent state. `some_layers`: of modules that not all have."""
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
         layers = {**some_layers, **dict.fromkeys(recurrent, self.recurrent_layers)}
+        block_paths = {} if self.recurrent is None else {name: f"{self.recurrent.block}.{name}" for name in recurrent}
         if recurrent:
             layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
         return BaseShape(
@@ -194,8 +195,8 @@ class ModelConfig:
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
+            paths={**self.family.paths, **block_paths, **paths},
             output_groups={} if self.recurrent is None else self.recurrent.output_groups,
-            paths=paths,
             is_wrapped=self.is_wrapped,
         )
 
@@ -329,9 +330,9 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides = sliding_layers(
-        values, family.slides, recurrent=family.recurrent is not None, last_is_full=family.last_is_full
+        values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full
     )
-    window = values.get("sliding_window")
+    window, ties = values.get("sliding_window"), values.get("tie_embedding")
     rotary_values = {**raw, **values}
     if values.get("rotary_dim") is not None:
         rotary_values.setdefault("partial_rotary_factor", values["rotary_dim"] / head_dim)
@@ -358,7 +359,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         family=family,
         vocab_size=values["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=values["intermediate_size"],
+        intermediate_size=_intermediate_size(values),
         num_layers=values["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -367,7 +368,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         activation=_activation(values, family),
         rotaries=rotaries,
         max_model_len=context,
-        tie_word_embeddings=values["tie_word_embeddings"],
+        tie_word_embeddings=values["tie_word_embeddings"] if ties is None else ties,
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
         output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
         mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
@@ -402,8 +403,20 @@ def _head_order(
     return ()
 
 
+def _intermediate_size(values: Mapping[str, Any]) -> int:
+    """Of a dense MLP. Raises ValueError if it has no features."""
+    size = int(values.get("block_ff_dim") or values["intermediate_size"])
+    if not values.get("block_auto_adjust_ff_dim", False):
+        return size
+    multiple = int(values["block_multiple_of"])  # LFM2
+    size = -(-int(values["block_ffn_dim_multiplier"] * int(2 * size / 3)) // multiple) * multiple
+    if size < 1:
+        raise ValueError(f"intermediate_size = {values['intermediate_size']}: two thirds of it are less than 1")
+    return size
+
+
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:
-    name = values[family.activation_key]
+    name = values.get(family.activation_key, "silu")
     name = family.activations.get(name, name)
     is_clamped = "swiglu_limit" in values
     if name not in ACTIVATIONS or (is_clamped and name != "silu"):

@@ -115,7 +115,7 @@ _MAX_LAYERS: Final = 10_000
 # where it is the family's default.
 _NULLABLE: Final = frozenset(
     {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "layer_types", "mlp_only_layers"}
-    | {"no_rope_layers"}
+    | {"no_rope_layers", "full_attn_idxs"}
 )
 _WINDOW_KEYS: Final = frozenset({"sliding_window", "max_window_layers"})  # with `use_sliding_window` alone
 _FACTORS: Final = re.compile(r"(multiplier|scale|scaling|factor)$")  # 1 changes nothing
@@ -275,6 +275,15 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "linear_value_head_dim": _SIZE,
     "linear_num_key_heads": _SIZE,
     "linear_num_value_heads": _SIZE,
+    "norm_eps": _NUMBER,
+    "conv_bias": _FLAG,
+    "conv_L_cache": ("a whole number from 2", lambda value: is_whole(value, 2)),
+    "full_attn_idxs": _LAYERS,
+    "block_auto_adjust_ff_dim": _FLAG,
+    "block_ffn_dim_multiplier": _NUMBER,
+    "block_multiple_of": _SIZE,
+    "block_ff_dim": _SIZE,
+    "tie_embedding": _FLAG,
     "rope_local_base_freq": _NUMBER,
     "mlp_only_layers": _LAYERS,
     "attention_k_eq_v": _FLAG,

@@ -127,7 +127,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     layers = tuple(load_layer(index, sharding, checkpoint, kernels, inputs) for index in range(config.num_layers))
     if kernels.quantised is not None:
         _log_bits(layers, kernels.quantised, embedding.dtype)
-    norm = load_norm("model.norm", hidden, sharding, checkpoint)
+    norm = load_norm(f"model.{config.family.final_norm}", hidden, sharding, checkpoint)
     if config.tie_word_embeddings and checkpoint.has_other_head():
         raise ValueError(
             "tie_word_embeddings = true, and lm_head.weight is not the embedding: false in config.json is needed, as "

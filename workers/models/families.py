@@ -103,6 +103,23 @@ _QWEN3_5 = Family(
     reads_wrapped=True,
 )
 
+_LFM2: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "intermediate_size": 12_288,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "tie_embedding": None,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": None,
+    "full_attn_idxs": None,
+    "layer_types": None,
+}
+
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", "llama", COMMON | _BIASES),
     "MistralForCausalLM": Family(
@@ -369,6 +386,24 @@ FAMILIES = {
         },
         experts=ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", router="router", are_fused=True),
         always_normalized=True,
+    ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        "lfm2",
+        _LFM2,
+        qk_norm=True,
+        attention_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        head_norms=("q_layernorm", "k_layernorm"),
+        final_norm="embedding_norm",
+        rope_theta=1_000_000.0,
+        recurrent="short_convolution",
+        paths={
+            "o_proj": "self_attn.out_proj",
+            "gate_proj": "feed_forward.w1",
+            "up_proj": "feed_forward.w3",
+            "down_proj": "feed_forward.w2",
+        },
     ),
     "GemmaForCausalLM": Family(
         "gemma",

@@ -32,7 +32,7 @@ class ExpertNames:
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
 
-RecurrentRule = Literal["delta", "grouped_delta"]  # see `recurrent_config.py`
+RecurrentRule = Literal["delta", "grouped_delta", "short_convolution"]  # see `recurrent_config.py`
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
@@ -64,6 +64,9 @@ class Family:
     attention_norm: str | None = "input_layernorm"  # name of the norm before attention; None: none
     mlp_norm: str | None = "post_attention_layernorm"  # of that before the MLP
     is_parallel: bool = False  # the MLP has the input that attention has
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of `qk_norm`
+    final_norm: str = "norm"
+    paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, of linears that other bases name otherwise
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
@@ -97,7 +100,7 @@ class Family:
 
     @property
     def norm_eps_key(self) -> str:
-        return "layer_norm_eps" if "layer_norm_eps" in self.defaults else "rms_norm_eps"
+        return next(key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps") if key in self.defaults)
 
 
 @dataclass(frozen=True)

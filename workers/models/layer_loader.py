@@ -82,6 +82,7 @@ class _LayerLoader:
         self.prefix = f"model.layers.{index}."
         self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
         self._config, self._pack, self._pack_experts = sharding.config, kernels.pack_linear, kernels.pack_experts
+        self._path = sharding.config.shape.path
         self._float8, self._quantised = kernels.float8, kernels.quantised
         self._pack_layer = kernels.pack_linear if kernels.float8 is None else kernels.float8.pack
 
@@ -110,7 +111,7 @@ class _LayerLoader:
             parts |= dict.fromkeys(("k_proj", "v_proj"), (num_kv, kv))
         weights = self._qkv_weights(parts, hidden)
         biases = {
-            name: self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
+            name: self._checkpoint.take(f"{self.prefix}{self._path(name)}.bias", (size,), rows=part)
             for name, (size, part) in parts.items()
             if config.qkv_bias
         }
@@ -121,7 +122,7 @@ class _LayerLoader:
         bias = torch.cat([*biases.values()]) if biases else None
         return Attention(
             qkv=LoraLinear(self._packed([*weights.values()]), bias, self._places(*parts)),
-            output=self._row_linear("self_attn.o_proj", num_query, query, self._places("o_proj"), config.output_bias),
+            output=self._row_linear("o_proj", num_query, query, self._places("o_proj"), config.output_bias),
             head_norm=self._head_norm(has_kv),
             num_heads=sharding.heads[1] - sharding.heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
@@ -139,7 +140,7 @@ class _LayerLoader:
         """`parts`: rows of each weight, and which of them are this worker's."""
         are_values = self._config.layer_sizes.keys_are_values[self._index]
         weights = {
-            name: self._stored(f"self_attn.{name}", hidden, size, part)
+            name: self._stored(self._path(name), hidden, size, part)
             for name, (size, part) in parts.items()
             if not (are_values and name == "v_proj")
         }
@@ -165,15 +166,18 @@ class _LayerLoader:
         assert config is not None
         *names, last = shape.recurrent_modules
         places = [shape.dense_modules.index(name) for name in (*names, last)]
-        rows = []
+        rows, biases = list[StoredWeight](), list[torch.Tensor]()
         for name in names:
-            weight, groups = self._stored(f"{config.block}.{name}", *shape.modules[name]), shape.output_groups.get(name)
+            weight, groups = self._stored(shape.path(name), *shape.modules[name]), shape.output_groups.get(name)
             outputs = [slice(*piece) if groups is None else groups.order(*piece) for piece in part.outputs[name]]
             rows += [_some_rows(weight, each) for each in outputs]
+            if config.has_bias:
+                bias = self._checkpoint.take(f"{self.prefix}{shape.path(name)}.bias", (shape.modules[name][1],))
+                biases += [bias[each] for each in outputs]
         num_in = shape.modules[last][0]
         return RecurrentMixer(
-            LoraLinear(self._packed(rows), None, tuple(places[:-1])),
-            self._row_linear(f"{config.block}.{last}", num_in, part.inputs, tuple(places[-1:]), False),
+            LoraLinear(self._packed(rows), torch.cat(biases) if biases else None, tuple(places[:-1])),
+            self._row_linear(last, num_in, part.inputs, tuple(places[-1:]), config.has_bias),
             load_rule(config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint),
             self._config.recurrent_layers.index(self._index),
         )
@@ -212,7 +216,8 @@ class _LayerLoader:
 
     def mlp(self) -> GatedMlp:
         config, part = self._config, self._sharding.intermediate_of(self._index)
-        names, width = ("mlp.gate_proj", "mlp.up_proj"), config.layer_sizes.intermediate_sizes[self._index]
+        width = config.layer_sizes.intermediate_sizes[self._index]
+        names = [self._path(name) for name in ("gate_proj", "up_proj")]
         biases = [
             self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
         ]
@@ -221,7 +226,7 @@ class _LayerLoader:
             LoraLinear(
                 self._packed(weights), torch.cat(biases) if biases else None, self._places("gate_proj", "up_proj")
             ),
-            self._row_linear("mlp.down_proj", width, part, self._places("down_proj"), config.mlp_bias),
+            self._row_linear("down_proj", width, part, self._places("down_proj"), config.mlp_bias),
             config.activation,
         )
 
@@ -353,10 +358,11 @@ class _LayerLoader:
             return None
         dim, spans = config.layer_sizes.head_dims[layer], config.family.qk_norm_spans_heads
         kv_heads = config.layer_sizes.num_kv_heads[layer], self._sharding.kv_heads_of(layer)
-        heads = {"q": (config.num_heads, self._sharding.heads)} | ({"k": kv_heads} if has_kv else {})
+        of_q, of_k = config.family.head_norms
+        heads = {of_q: (config.num_heads, self._sharding.heads)} | ({of_k: kv_heads} if has_kv else {})
         norms = [
             load_norm(
-                f"{self.prefix}self_attn.{name}_norm",
+                f"{self.prefix}self_attn.{name}",
                 number * dim if spans else dim,
                 self._sharding,
                 self._checkpoint,
@@ -383,8 +389,10 @@ class _LayerLoader:
             return self._in_order(weight, name)
         return weight.rows(self._in_order(torch.arange(len(weight.codes), device=weight.codes.device), name))
 
-    def _row_linear(self, name: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
-        hidden = self._config.hidden_size
+    def _row_linear(
+        self, module: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool
+    ) -> LoraLinear:
+        hidden, name = self._config.hidden_size, self._path(module)
         if self._float8 is None:
             packed = self._packed_columns(name, num_in, hidden, part)
         else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights

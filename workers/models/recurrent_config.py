@@ -38,6 +38,7 @@ class RecurrentConfig(ABC):
     layers: tuple[bool, ...]  # True: a recurrent state, False: attention
     kernel: int  # newest inputs that the convolution sees, a token's own included
     block: str  # of a layer, in names of tensors
+    has_bias: bool  # the linears have one
 
     @property
     @abstractmethod
@@ -150,6 +151,40 @@ class DeltaConfig(RecurrentConfig):
         return RecurrentPart(outputs, share(values), heads, qkv)
 
 
+@dataclass(frozen=True)
+class ConvolutionConfig(RecurrentConfig):
+    """Gated short convolutions, which have no matrices."""
+
+    hidden: int
+
+    num_heads = head_size = norm_width = 0
+
+    @property
+    def num_channels(self) -> int:
+        return self.hidden
+
+    @property
+    def num_weights(self) -> int:
+        return self.hidden * (self.kernel + 5 * self.has_bias)
+
+    @property
+    def shared(self) -> Mapping[str, int]:
+        return {"channels of layers with a convolution": self.hidden}
+
+    def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"in_proj": (hidden, 3 * hidden), "out_proj": (hidden, hidden)}
+
+    def part(self, rank: int, degree: int) -> RecurrentPart:
+        part, hidden = self.hidden // degree, self.hidden
+        pieces = tuple((first + rank * part, first + (rank + 1) * part) for first in (0, hidden, 2 * hidden))
+        return RecurrentPart({"in_proj": pieces}, pieces[0], (0, 0), pieces[:1])
+
+
+def kinds_of_layers(family: Family) -> tuple[str, ...]:
+    """Entries of `layer_types` that are not of layers with attention."""
+    return {None: (), "short_convolution": ("conv",)}.get(family.recurrent, ("linear_attention",))
+
+
 def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:
     """The layers with a recurrent state of a base whose family reads these keys; None: it has none.
 
@@ -158,10 +193,13 @@ def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig
     if family.recurrent is None or not any(layers := recurrent_layers(values)):
         return None
     if all(layers):
-        key = "layer_types" if values["layer_types"] else "full_attention_interval"
+        rules = ("layer_types",) if values["layer_types"] else ("full_attn_idxs", "full_attention_interval")
+        key = next(key for key in rules if key in values)
         raise ValueError(
             f"{key} = {values[key]!r}: of num_hidden_layers = {len(layers)} at least one with attention is needed"
         )
+    if family.recurrent == "short_convolution":
+        return ConvolutionConfig(layers, values["conv_L_cache"], "conv", values["conv_bias"], values["hidden_size"])
     return _delta(values, family, layers)
 
 
@@ -181,6 +219,7 @@ def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) 
         layers,
         values["linear_conv_kernel_dim"],
         "linear_attn",
+        False,
         num_key_heads,
         num_value_heads,
         values["linear_key_head_dim"],

@@ -2,32 +2,64 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ...kernels.gated_delta import GatedDelta
-from .recurrent_config import DeltaConfig, RecurrentConfig
+from ...kernels.recurrence import Rule
+from ...kernels.short_convolution import ShortConvolution
+from .recurrent_config import ConvolutionConfig, DeltaConfig, RecurrentConfig
 from .sharding import ModelSharding
 from .weights import WeightSource
 
 
-def load_rule(config: RecurrentConfig, sharding: ModelSharding, prefix: str, checkpoint: WeightSource) -> GatedDelta:
+def load_rule(config: RecurrentConfig, sharding: ModelSharding, prefix: str, checkpoint: WeightSource) -> Rule:
     """`prefix`: of the names of the layer's tensors. Raises ValueError for missing and misshapen ones."""
-    part, eps = sharding.recurrent, sharding.config.norm_eps
-
-    def numbers(name: str, *shape: int) -> torch.Tensor:
-        return checkpoint.take(f"{prefix}{name}", shape)
-
+    tensors = _Tensors(config, sharding, prefix, checkpoint)
+    if isinstance(config, ConvolutionConfig):
+        return ShortConvolution(tensors.conv("conv"), tensors.conv_bias("conv", config.has_bias))
     assert isinstance(config, DeltaConfig)
-    conv = numbers("conv1d.weight", config.num_channels, 1, config.kernel).squeeze(1)
-    heads, num_heads = slice(*part.heads), config.num_value_heads
+    return _gated_delta(config, sharding, tensors)
+
+
+@dataclass(frozen=True)
+class _Tensors:
+    config: RecurrentConfig
+    sharding: ModelSharding
+    prefix: str
+    checkpoint: WeightSource
+
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        return self.checkpoint.take(f"{self.prefix}{name}", shape)
+
+    def conv(self, name: str) -> torch.Tensor:
+        """`[this worker's channels, kernel]`."""
+        return self._channels(self.take(f"{name}.weight", self.config.num_channels, 1, self.config.kernel).squeeze(1))
+
+    def conv_bias(self, name: str, has_bias: bool) -> torch.Tensor:
+        """Of this worker's channels, float32; zeros where there is none."""
+        num_channels = self.config.num_channels
+        bias = self.take(f"{name}.bias", num_channels) if has_bias else torch.zeros(num_channels)
+        return self._channels(bias.float())
+
+    def heads(self, name: str) -> torch.Tensor:
+        """A number of each of this worker's heads, float32."""
+        return self.take(name, self.config.num_heads)[slice(*self.sharding.recurrent.heads)].float()
+
+    def _channels(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor[start:stop] for start, stop in self.sharding.recurrent.channels])
+
+
+def _gated_delta(config: DeltaConfig, sharding: ModelSharding, tensors: _Tensors) -> GatedDelta:
     return GatedDelta(
-        torch.cat([conv[start:stop] for start, stop in part.channels]),
-        -numbers("A_log", num_heads)[heads].float().exp(),
-        numbers("dt_bias", num_heads)[heads].float(),
-        numbers("norm.weight", config.value_dim).float(),
-        eps,
+        tensors.conv("conv1d"),
+        -tensors.heads("A_log").exp(),
+        tensors.heads("dt_bias"),
+        tensors.take("norm.weight", config.value_dim).float(),
+        sharding.config.norm_eps,
         config.num_key_heads // sharding.degree,
-        num_heads // sharding.degree,
+        config.num_value_heads // sharding.degree,
         config.key_dim,
         config.value_dim,
     )
