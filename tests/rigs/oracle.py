@@ -38,6 +38,7 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     Lfm2Config,
     LlamaConfig,
     MiniMaxM2Config,
@@ -125,6 +126,9 @@ GEMMA3_ROPE: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+GRANITE_HYBRID: dict[str, Any] = {"num_local_experts": 0, "shared_intermediate_size": 112}
 
 
 def _without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
@@ -409,6 +413,43 @@ VARIANTS: Mapping[str, Variant] = {
             full_attn_idxs=[1, 2],
         )
     ),
+    "granite_hybrid": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE,
+            **GRANITE_HYBRID,
+            layer_types=["linear_attention", "full_attention", "full_attention"],
+            mamba_n_heads=8,
+            mamba_d_state=12,
+            residual_multiplier=0.4,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            logits_scaling=1.6,
+        )
+    ),
+    "granite_hybrid_groups": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            **GRANITE_HYBRID,
+            layer_types=["mamba", "attention", "attention"],
+            position_embedding_type="rope",
+            mamba_n_heads=4,
+            mamba_n_groups=2,
+            mamba_d_state=10,
+            mamba_d_conv=3,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            time_step_limit=[0.2, 0.9],
+        )
+    ),
+    "granite4_dense": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            **GRANITE_HYBRID,
+            layer_types=["full_attention"] * 3,
+            attention_multiplier=0.3,
+            position_embedding_type="rope",
+        )
+    ),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -522,6 +563,11 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+GRANITE_NAMES: Mapping[str, str] = {
+    "gate_proj": "input_linear",
+    "up_proj": "input_linear",
+    "down_proj": "output_linear",
+}
 LFM2_NAMES: Mapping[str, str] = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -640,10 +686,12 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
 def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
-    targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
+    has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
+    targets = ATTENTION if has_experts else ALL_LINEAR
     targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
+    fused |= GRANITE_NAMES if "shared_mlp" in names else {}
     fused |= LFM2_NAMES if "feed_forward" in names else {}
     for seed, recipe in enumerate(RECIPES):
         with patterns_may_match_nothing():

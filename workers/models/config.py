@@ -328,6 +328,10 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
+    if family.experts is None and values.get("num_local_experts"):
+        raise ValueError(
+            f"num_local_experts = {values['num_local_experts']!r} is not supported for {family.name}: 0 is accepted"
+        )
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides = sliding_layers(
         values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full
@@ -352,6 +356,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = _rotated(rotaries, _rotating_layers(values))
     elif family.only_windows_rotate and window is not None:
         rotaries = _rotated(rotaries, slides)
+    elif values.get("position_embedding_type", "rope") != "rope":
+        rotaries = _rotated(rotaries, [False] * len(rotaries))
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
@@ -405,7 +411,7 @@ def _head_order(
 
 def _intermediate_size(values: Mapping[str, Any]) -> int:
     """Of a dense MLP. Raises ValueError if it has no features."""
-    size = int(values.get("block_ff_dim") or values["intermediate_size"])
+    size = int(values.get("block_ff_dim") or values.get("shared_intermediate_size", values["intermediate_size"]))
     if not values.get("block_auto_adjust_ff_dim", False):
         return size
     multiple = int(values["block_multiple_of"])  # LFM2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,12 @@ _KV_HEADS = frozenset({"num_key_value_heads"})
 _QKV: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
 _GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
 
+_MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 _COHERE = Family(
@@ -151,13 +158,36 @@ FAMILIES = {
     "GraniteForCausalLM": Family(
         "granite",
         "granite",
+        COMMON | _BIASES | _MULTIPLIERS,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granite_hybrid",
+        "granitemoehybrid",
         COMMON
-        | _BIASES
+        | _MULTIPLIERS
         | {
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
+            "attention_bias": False,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+            "layer_types": None,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": [0.0, math.inf],
+        },
+        recurrent="mamba",
+        fused={"shared_mlp.input_linear": ("gate_proj", "up_proj")},
+        paths={
+            "gate_proj": "shared_mlp.gate_proj",
+            "up_proj": "shared_mlp.up_proj",
+            "down_proj": "shared_mlp.output_linear",
         },
     ),
     "SmolLM3ForCausalLM": Family(

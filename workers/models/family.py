@@ -32,7 +32,7 @@ class ExpertNames:
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
 
-RecurrentRule = Literal["delta", "grouped_delta", "short_convolution"]  # see `recurrent_config.py`
+RecurrentRule = Literal["delta", "grouped_delta", "short_convolution", "mamba"]  # see `recurrent_config.py`
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {

@@ -24,7 +24,7 @@ from .layers import (
     SharedExpert,
     WideLinear,
 )
-from .recurrent_rules import load_rule
+from .recurrent_rules import load_group_norm, load_rule
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -174,12 +174,13 @@ class _LayerLoader:
             if config.has_bias:
                 bias = self._checkpoint.take(f"{self.prefix}{shape.path(name)}.bias", (shape.modules[name][1],))
                 biases += [bias[each] for each in outputs]
-        num_in = shape.modules[last][0]
+        num_in, at = shape.modules[last][0], (config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint)
         return RecurrentMixer(
             LoraLinear(self._packed(rows), torch.cat(biases) if biases else None, tuple(places[:-1])),
             self._row_linear(last, num_in, part.inputs, tuple(places[-1:]), config.has_bias),
-            load_rule(config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint),
+            load_rule(*at),
             self._config.recurrent_layers.index(self._index),
+            load_group_norm(*at),
         )
 
     def input(self, inputs: LayerInputs) -> LayerInput:

@@ -161,6 +161,22 @@ class Attention:
 
 
 @dataclass(frozen=True)
+class GroupNorm:
+    """RMS norm over a group of which this worker has a part, as large as that of each other worker of the group."""
+
+    weight: torch.Tensor  # [this worker's columns]
+    eps: float
+    group: int
+    num_groups: int
+
+    def __call__(self, x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        means = x.new_zeros(len(x), self.num_groups, dtype=torch.float32)
+        means[:, self.group] = x.float().square().mean(-1) * self.num_groups / parallel.degree
+        of_group = parallel.all_reduce(means)[:, self.group, None]
+        return scale_to_unit(x, of_group, self.weight, self.eps)
+
+
+@dataclass(frozen=True)
 class RecurrentMixer:
     """A rule with a state of a fixed size in place of attention: this worker's partial sum."""
 
@@ -168,11 +184,14 @@ class RecurrentMixer:
     output: LoraLinear
     rule: Rule
     state_index: int  # among the layers with a recurrent state
+    norm: GroupNorm | None = None  # of what the rule gives, where the rule does not norm it itself
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         assert context.states is not None, "a step's states come with its rows"
         columns, place = self.inputs(x, layer, context), context.state_places[self.state_index]
         mixed = context.kernels.recur(columns, self.rule, context.pool, place, context.states)
+        if self.norm is not None:
+            mixed = self.norm(mixed, context.parallel)
         return self.output(mixed, layer, context)
 
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ...kernels.gated_delta import GatedDelta
+from ...kernels.mamba import Mamba
 from ...kernels.recurrence import Rule
 from ...kernels.short_convolution import ShortConvolution
-from .recurrent_config import ConvolutionConfig, DeltaConfig, RecurrentConfig
+from .layers import GroupNorm
+from .recurrent_config import ConvolutionConfig, DeltaConfig, MambaConfig, RecurrentConfig
 from .sharding import ModelSharding
 from .weights import WeightSource
 
@@ -19,8 +21,22 @@ def load_rule(config: RecurrentConfig, sharding: ModelSharding, prefix: str, che
     tensors = _Tensors(config, sharding, prefix, checkpoint)
     if isinstance(config, ConvolutionConfig):
         return ShortConvolution(tensors.conv("conv"), tensors.conv_bias("conv", config.has_bias))
+    if isinstance(config, MambaConfig):
+        return _mamba(config, sharding, tensors)
     assert isinstance(config, DeltaConfig)
     return _gated_delta(config, sharding, tensors)
+
+
+def load_group_norm(
+    config: RecurrentConfig, sharding: ModelSharding, prefix: str, checkpoint: WeightSource
+) -> GroupNorm | None:
+    """Where workers share groups of heads; None: the rule norms what it gives."""
+    if not isinstance(config, MambaConfig) or not config.shares_groups(sharding.degree):
+        return None
+    weight = _Tensors(config, sharding, prefix, checkpoint).norm(config.width)
+    return GroupNorm(
+        weight, sharding.config.norm_eps, config.groups(sharding.rank, sharding.degree)[0], config.num_groups
+    )
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,10 @@ class _Tensors:
         """A number of each of this worker's heads, float32."""
         return self.take(name, self.config.num_heads)[slice(*self.sharding.recurrent.heads)].float()
 
+    def norm(self, width: int) -> torch.Tensor:
+        """Of this worker's results, float32."""
+        return self.take("norm.weight", width)[slice(*self.sharding.recurrent.inputs)].float()
+
     def _channels(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[start:stop] for start, stop in self.sharding.recurrent.channels])
 
@@ -62,4 +82,23 @@ def _gated_delta(config: DeltaConfig, sharding: ModelSharding, tensors: _Tensors
         config.num_value_heads // sharding.degree,
         config.key_dim,
         config.value_dim,
+    )
+
+
+def _mamba(config: MambaConfig, sharding: ModelSharding, tensors: _Tensors) -> Mamba:
+    """Without its norm where workers share a group: see `load_group_norm`."""
+    first, stop = config.groups(sharding.rank, sharding.degree)
+    return Mamba(
+        tensors.conv("conv1d"),
+        tensors.conv_bias("conv1d", config.has_conv_bias),
+        -tensors.heads("A_log").exp(),
+        tensors.heads("dt_bias"),
+        tensors.heads("D"),
+        None if config.shares_groups(sharding.degree) else tensors.norm(config.width),
+        sharding.config.norm_eps,
+        config.num_heads // sharding.degree,
+        stop - first,
+        config.head_dim,
+        config.state_size,
+        config.step_limits,
     )

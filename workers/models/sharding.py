@@ -36,6 +36,8 @@ class ModelSharding:
         for label, count in shared.items():
             if count % degree:
                 raise ValueError(f"a gang of {degree} workers cannot share {count} {label}: a divisor is needed")
+        if config.recurrent is not None and (problem := config.recurrent.unsupported_degree(degree)):
+            raise ValueError(f"a gang of {degree} workers cannot share {problem}")
         for num_kv_heads in set(config.layer_sizes.num_kv_heads):
             if num_kv_heads % degree and degree % num_kv_heads:
                 raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any
 Slides = Callable[[Mapping[str, Any], int], bool]  # values, layer
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
-RECURRENT_KINDS = ("linear_attention", "conv")
+RECURRENT_KINDS = ("linear_attention", "conv", "mamba")
 
 
 def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -23,6 +23,8 @@ def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
     if "full_attn_idxs" in values:
         attend = values["full_attn_idxs"]
         return tuple(attend is not None and layer not in attend for layer in layers)
+    if "full_attention_interval" not in values:
+        return (True,) * len(layers)
     return tuple((layer + 1) % int(values["full_attention_interval"]) != 0 for layer in layers)
 
 
