@@ -108,6 +108,8 @@ class BaseShape:
     copies: Mapping[str, str] = field(default_factory=dict)  # entries that have the LoRA of another module of the layer
     paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not those of PATHS
     output_groups: Mapping[str, OutputGroups] = field(default_factory=dict)  # by module; else as they stand
+    # By module, what its outputs are multiplied by, in runs of so many: B is kept so, as the base's weights are.
+    output_scales: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:

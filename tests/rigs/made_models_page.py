@@ -23,6 +23,7 @@ _RECURRENT: Final[Mapping[str | None, tuple[str, ...]]] = {
     "grouped_delta": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
     "short_convolution": ("in_proj", "out_proj"),
     "mamba": ("in_proj", "out_proj"),
+    "parallel_mamba": ("in_proj", "out_proj"),
 }
 _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 

@@ -28,6 +28,7 @@ from transformers import (
     CohereConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
@@ -441,6 +442,43 @@ VARIANTS: Mapping[str, Variant] = {
             time_step_limit=[0.2, 0.9],
         )
     ),
+    "falcon_h1": Variant(
+        lambda: FalconH1Config(
+            **SHAPE,
+            mamba_d_ssm=80,
+            mamba_n_heads=4,
+            mamba_n_groups=1,
+            mamba_d_state=12,
+            embedding_multiplier=1.4,
+            lm_head_multiplier=0.8,
+            mlp_multipliers=[0.7, 1.2],
+            key_multiplier=0.6,
+            attention_in_multiplier=1.3,
+            attention_out_multiplier=1.8,
+            ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9],
+            ssm_in_multiplier=1.1,
+            ssm_out_multiplier=0.7,
+        )
+    ),
+    "falcon_h1_biases": Variant(
+        lambda: FalconH1Config(
+            **SHAPE | {"tie_word_embeddings": True},
+            mamba_d_ssm=None,
+            mamba_n_heads=8,
+            mamba_n_groups=4,
+            mamba_d_state=10,
+            mamba_rms_norm=True,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            key_multiplier=0.6,
+            attention_in_multiplier=1.3,
+            ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9],
+            ssm_out_multiplier=0.7,
+            time_step_limit=[0.1, 1.5],
+        )
+    ),
     "granite4_dense": Variant(
         lambda: GraniteMoeHybridConfig(
             **SHAPE | {"tie_word_embeddings": True},
@@ -568,6 +606,7 @@ GRANITE_NAMES: Mapping[str, str] = {
     "up_proj": "input_linear",
     "down_proj": "output_linear",
 }
+WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # PEFT refuses it
 LFM2_NAMES: Mapping[str, str] = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -687,12 +726,14 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
-    targets = ATTENTION if has_experts else ALL_LINEAR
+    targets: tuple[str, ...] = ATTENTION if has_experts else ALL_LINEAR
     targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     fused |= GRANITE_NAMES if "shared_mlp" in names else {}
-    fused |= LFM2_NAMES if "feed_forward" in names else {}
+    fused |= LFM2_NAMES if "w1" in names else {}
+    if base.config.model_type in WITHOUT_OUT_PROJ:
+        targets = tuple(name for name in targets if name != "out_proj")
     for seed, recipe in enumerate(RECIPES):
         with patterns_may_match_nothing():
             model = get_peft_model(deepcopy(base), recipe.config(targets, fused))

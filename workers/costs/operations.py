@@ -376,7 +376,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         norms += layers * hidden + sizes.input_size
     small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
     if recurrent is not None:
-        num_recurrent = layers - num_attention
+        num_recurrent = len(model.recurrent_layers)
         all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
         small += num_recurrent * recurrent.num_weights
         norms += num_recurrent * recurrent.norm_width

@@ -30,6 +30,7 @@ from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .family import Family, Wrapper
 from .layer_sizes import LayerSizes
+from .module_scales import ModuleScales
 from .quantised_config import Quantisation, read_quantisation
 from .recurrent_config import RecurrentConfig, kinds_of_layers, read_recurrent
 from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
@@ -72,6 +73,7 @@ class ModelConfig:
     is_wrapped: bool = False  # the text model of one that takes pictures too
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     recurrent: RecurrentConfig | None = None
+    scales: ModuleScales | None = None  # of its linears
     sizes: LayerSizes | None = None  # see `layer_sizes`
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
@@ -197,6 +199,7 @@ class ModelConfig:
             layers=layers,
             paths={**self.family.paths, **block_paths, **paths},
             output_groups={} if self.recurrent is None else self.recurrent.output_groups,
+            output_scales={} if self.scales is None else self.scales.weights,
             is_wrapped=self.is_wrapped,
         )
 
@@ -208,6 +211,8 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with attention."""
+        if self.family.recurrent == "parallel_mamba":
+            return tuple(range(self.num_layers))
         return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
 
     @cached_property
@@ -361,7 +366,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
         hidden_size=hidden_size,
@@ -387,7 +392,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
         embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
-        logit_multiplier=float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
+        logit_multiplier=_logit_multiplier(values),
         head_order=_head_order(family, rotaries, sizes, head_dim),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
@@ -395,6 +400,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         sizes=sizes,
         quantisation=quantisation,
     )
+    scales = ModuleScales.from_values(values, config.shape.modules, config.recurrent)
+    return config if scales is None else replace(config, scales=scales)
 
 
 def _head_order(
@@ -419,6 +426,11 @@ def _intermediate_size(values: Mapping[str, Any]) -> int:
     if size < 1:
         raise ValueError(f"intermediate_size = {values['intermediate_size']}: two thirds of it are less than 1")
     return size
+
+
+def _logit_multiplier(values: Mapping[str, Any]) -> float:
+    factor = values.get("logit_scale", values.get("lm_head_multiplier", 1.0))
+    return float(factor) / float(values.get("logits_scaling", 1.0))
 
 
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:

@@ -213,6 +213,10 @@ _TEXTS: Final[_Type] = (
     "a list of texts",
     lambda value: isinstance(value, list) and all(isinstance(element, str) for element in value),
 )
+_NUMBERS: Final[_Type] = (
+    "a list of numbers above 0",
+    lambda value: isinstance(value, list) and all(is_positive(element) for element in value),
+)
 _LAYERS: Final[_Type] = (
     "a list of layers' numbers",
     lambda value: isinstance(value, list) and all(is_whole(element, 0) for element in value),
@@ -295,6 +299,18 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "mamba_d_conv": ("a whole number from 2", lambda value: is_whole(value, 2)),
     "mamba_expand": _SIZE,
     "mamba_conv_bias": _FLAG,
+    "mamba_d_ssm": _SIZE,
+    "mamba_norm_before_gate": _FLAG,
+    "mamba_rms_norm": _FLAG,
+    "projectors_bias": _FLAG,
+    "lm_head_multiplier": _NUMBER,
+    "mlp_multipliers": _NUMBERS,
+    "key_multiplier": _NUMBER,
+    "attention_out_multiplier": _NUMBER,
+    "attention_in_multiplier": _NUMBER,
+    "ssm_multipliers": _NUMBERS,
+    "ssm_in_multiplier": _NUMBER,
+    "ssm_out_multiplier": _NUMBER,
     "mamba_proj_bias": _FLAG,
     "time_step_limit": ("a list of two numbers, the least first", lambda value: limits(value) is not None),
     "norm_eps": _NUMBER,

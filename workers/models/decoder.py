@@ -22,6 +22,7 @@ from .layers import (
     TokenEmbeddings,
 )
 from .passes import Pass, alone
+from .scaled_weights import ScaledWeights
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -93,6 +94,7 @@ class Decoder:
 def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: torch.dtype) -> None:
     """How many of the layers' linears have weights of four or eight bits in memory."""
     mixers = [layer.attention for layer in layers]
+    mixers += [mixer.beside for mixer in mixers if isinstance(mixer, Attention) and mixer.beside is not None]
     linears = [mixer.qkv if isinstance(mixer, Attention) else mixer.inputs for mixer in mixers]
     linears += [mixer.output for mixer in mixers]
     linears += [
@@ -121,6 +123,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     """
     kernels = kernels or plain_kernels()
     config = sharding.config
+    checkpoint = checkpoint if config.scales is None else ScaledWeights(checkpoint, config)
     hidden, vocab, part = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=part)
     inputs = load_layer_inputs(sharding, checkpoint)

@@ -98,6 +98,17 @@ _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }
 _OLMO_MOE: dict[str, Any] = {"attention_bias": False, "norm_topk_prob": False}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, math.inf],
+}
 _QWEN3_5 = Family(
     "qwen3_5",
     "qwen3_5_text",
@@ -165,6 +176,7 @@ FAMILIES = {
         "granitemoehybrid",
         COMMON
         | _MULTIPLIERS
+        | _MAMBA
         | {
             "attention_bias": False,
             "num_local_experts": 8,
@@ -172,15 +184,6 @@ FAMILIES = {
             "shared_intermediate_size": 1024,
             "position_embedding_type": None,
             "layer_types": None,
-            "mamba_n_heads": 128,
-            "mamba_n_groups": 1,
-            "mamba_d_state": 256,
-            "mamba_d_head": "auto",
-            "mamba_d_conv": 4,
-            "mamba_expand": 2,
-            "mamba_conv_bias": True,
-            "mamba_proj_bias": False,
-            "time_step_limit": [0.0, math.inf],
         },
         recurrent="mamba",
         fused={"shared_mlp.input_linear": ("gate_proj", "up_proj")},
@@ -224,6 +227,35 @@ FAMILIES = {
         rope_kinds=("default", LONGROPE),
         fused=_QKV | _GATE_UP,
         rotated_share=1.0,
+    ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1",
+        "falcon_h1",
+        COMMON
+        | _BIASES
+        | _MAMBA
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+            "projectors_bias": False,
+            "embedding_multiplier": 1.0,
+            "lm_head_multiplier": 1.0,
+            "mlp_multipliers": None,
+            "key_multiplier": 1.0,
+            "attention_out_multiplier": 1.0,
+            "attention_in_multiplier": 1.0,
+            "ssm_multipliers": None,
+            "ssm_in_multiplier": 1.0,
+            "ssm_out_multiplier": 1.0,
+        },
+        nullable=_KV_HEADS | {"mamba_d_ssm"},
+        mlp_norm="pre_ff_layernorm",
+        final_norm="final_layernorm",
+        recurrent="parallel_mamba",
+        paths={module: f"feed_forward.{module}" for module in ("gate_proj", "up_proj", "down_proj")},
     ),
     "Glm4ForCausalLM": Family(
         "glm4",

@@ -32,7 +32,8 @@ class ExpertNames:
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
 
 
-RecurrentRule = Literal["delta", "grouped_delta", "short_convolution", "mamba"]  # see `recurrent_config.py`
+# See `recurrent_config.py`. A rule that is parallel is beside attention, in all layers.
+RecurrentRule = Literal["delta", "grouped_delta", "short_convolution", "mamba", "parallel_mamba"]
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
@@ -84,7 +85,7 @@ class Family:
     experts: ExpertNames | None = None  # None: the family has no experts
     routing: Routing = field(default_factory=Routing)  # what config.json does not say of it
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
-    recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention; None: none has
+    recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention, or beside it
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
     reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
     sizes_differ: bool = False  # between layers: see `layer_sizes.py`

@@ -44,7 +44,7 @@ def load_layer(
     loader.split_fused()
     return DecoderLayer(
         index,
-        loader.recurrent() if index in config.recurrent_layers else loader.attention(),
+        loader.attention() if index in config.attention_layers else loader.recurrent(),
         loader.experts() if has_experts else loader.mlp(),
         attention_norm=loader.norm(config.family.attention_norm),
         mlp_norm=loader.norm(config.family.mlp_norm),
@@ -134,6 +134,7 @@ class _LayerLoader:
             has_kv=has_kv,
             is_gated=config.family.gated_attention,
             sinks=self._sinks(),
+            beside=self.recurrent() if layer in config.recurrent_layers else None,
         )
 
     def _qkv_weights(self, parts: Mapping[str, tuple[int, Range]], hidden: int) -> dict[str, StoredWeight]:
@@ -177,7 +178,7 @@ class _LayerLoader:
         num_in, at = shape.modules[last][0], (config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint)
         return RecurrentMixer(
             LoraLinear(self._packed(rows), torch.cat(biases) if biases else None, tuple(places[:-1])),
-            self._row_linear(last, num_in, part.inputs, tuple(places[-1:]), config.has_bias),
+            self._row_linear(last, num_in, part.inputs, tuple(places[-1:]), config.output_has_bias),
             load_rule(*at),
             self._config.recurrent_layers.index(self._index),
             load_group_norm(*at),

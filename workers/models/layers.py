@@ -137,6 +137,7 @@ class Attention:
     has_kv: bool = True  # False: the KV is that of a layer before it, and it computes q alone
     is_gated: bool = False  # before q there is a gate of the output
     sinks: torch.Tensor | None = None  # [num_heads] float32
+    beside: RecurrentMixer | None = None  # what reads the same input, and is added (Falcon-H1)
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
@@ -157,7 +158,8 @@ class Attention:
         attended = attended.flatten(1)
         if gate is not None:
             attended = kernels.multiply_gate(attended, gate)
-        return self.output(attended, layer, context)
+        y = self.output(attended, layer, context)
+        return y if self.beside is None else y + self.beside(x, layer, context)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,8 @@ class RecurrentConfig(ABC):
     layers: tuple[bool, ...]  # True: a recurrent state, False: attention
     kernel: int  # newest inputs that the convolution sees, a token's own included
     block: str  # of a layer, in names of tensors
-    has_bias: bool  # the linears have one
+    has_bias: bool  # of the linears that give the rule's inputs
+    output_has_bias: bool  # of that of its results
 
     @property
     @abstractmethod
@@ -195,6 +196,8 @@ class MambaConfig(RecurrentConfig):
     state_size: int
     has_conv_bias: bool
     step_limits: tuple[float, float]
+    has_norm: bool = True
+    gates_first: bool = True  # before the norm
 
     @property
     def num_heads(self) -> int:
@@ -220,7 +223,7 @@ class MambaConfig(RecurrentConfig):
 
     @property
     def norm_width(self) -> int:
-        return self.width
+        return self.width if self.has_norm else 0
 
     @property
     def shared(self) -> Mapping[str, int]:
@@ -229,6 +232,8 @@ class MambaConfig(RecurrentConfig):
     def unsupported_degree(self, degree: int) -> str | None:
         if self.num_groups % degree and degree % self.num_groups:
             return f"{self.num_groups} groups of a recurrent state: a divisor or a multiple is needed"
+        if self.norm_spans(degree) and not self.gates_first:
+            return f"{self.num_groups} groups of a recurrent state that are gated after their norm: a divisor is needed"
         return None
 
     def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -239,9 +244,9 @@ class MambaConfig(RecurrentConfig):
         first = rank * self.num_groups // degree
         return first, first + max(1, self.num_groups // degree)
 
-    def shares_groups(self, degree: int) -> bool:
-        """Whether heads of a group are on several workers of a gang."""
-        return degree > self.num_groups
+    def norm_spans(self, degree: int) -> bool:
+        """Whether heads that are normed together are on several workers of a gang."""
+        return self.has_norm and degree > self.num_groups
 
     def part(self, rank: int, degree: int) -> RecurrentPart:
         width, size = self.width, self.state_size
@@ -263,7 +268,12 @@ def _behind(first: int, part: Range) -> Range:
 
 def kinds_of_layers(family: Family) -> tuple[str, ...]:
     """Entries of `layer_types` that are not of layers with attention, and other names of these."""
-    kinds = {None: (), "short_convolution": ("conv",), "mamba": ("linear_attention", "mamba", "attention")}
+    kinds: Mapping[str | None, tuple[str, ...]] = {
+        None: (),
+        "short_convolution": ("conv",),
+        "mamba": ("linear_attention", "mamba", "attention"),
+        "parallel_mamba": (),
+    }
     return kinds.get(family.recurrent, ("linear_attention",))
 
 
@@ -274,6 +284,8 @@ def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig
     """
     if family.recurrent is None:
         return None
+    if family.recurrent == "parallel_mamba":
+        return _mamba(values, (True,) * values["num_hidden_layers"])
     layers = recurrent_layers(values)
     mamba = _mamba(values, layers) if family.recurrent == "mamba" else None  # transformers checks these numbers too
     if not any(layers):
@@ -285,7 +297,8 @@ def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig
             f"{key} = {values[key]!r}: of num_hidden_layers = {len(layers)} at least one with attention is needed"
         )
     if family.recurrent == "short_convolution":
-        return ConvolutionConfig(layers, values["conv_L_cache"], "conv", values["conv_bias"], values["hidden_size"])
+        bias = values["conv_bias"]
+        return ConvolutionConfig(layers, values["conv_L_cache"], "conv", bias, bias, values["hidden_size"])
     if values[family.activation_key] != "silu":
         raise ValueError(
             f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
@@ -306,6 +319,7 @@ def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) 
         values["linear_conv_kernel_dim"],
         "linear_attn",
         False,
+        False,
         num_key_heads,
         num_value_heads,
         values["linear_key_head_dim"],
@@ -316,7 +330,7 @@ def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) 
 
 def _mamba(values: Mapping[str, Any], layers: tuple[bool, ...]) -> MambaConfig:
     num_heads, num_groups = values["mamba_n_heads"], values["mamba_n_groups"]
-    width = values["mamba_expand"] * values["hidden_size"]
+    width = values.get("mamba_d_ssm") or values["mamba_expand"] * values["hidden_size"]
     head_dim = width // num_heads if values["mamba_d_head"] == "auto" else values["mamba_d_head"]
     if head_dim * num_heads != width:
         raise ValueError(
@@ -332,10 +346,13 @@ def _mamba(values: Mapping[str, Any], layers: tuple[bool, ...]) -> MambaConfig:
         values["mamba_d_conv"],
         "mamba",
         values["mamba_proj_bias"],
+        values.get("projectors_bias", values["mamba_proj_bias"]),
         num_heads,
         num_groups,
         head_dim,
         values["mamba_d_state"],
         values["mamba_conv_bias"],
         step_limits,
+        has_norm=values.get("mamba_rms_norm", True),
+        gates_first=not values.get("mamba_norm_before_gate", False),
     )

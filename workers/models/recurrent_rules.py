@@ -31,7 +31,7 @@ def load_group_norm(
     config: RecurrentConfig, sharding: ModelSharding, prefix: str, checkpoint: WeightSource
 ) -> GroupNorm | None:
     """Where workers share groups of heads; None: the rule norms what it gives."""
-    if not isinstance(config, MambaConfig) or not config.shares_groups(sharding.degree):
+    if not isinstance(config, MambaConfig) or not config.norm_spans(sharding.degree):
         return None
     weight = _Tensors(config, sharding, prefix, checkpoint).norm(config.width)
     return GroupNorm(
@@ -94,11 +94,12 @@ def _mamba(config: MambaConfig, sharding: ModelSharding, tensors: _Tensors) -> M
         -tensors.heads("A_log").exp(),
         tensors.heads("dt_bias"),
         tensors.heads("D"),
-        None if config.shares_groups(sharding.degree) else tensors.norm(config.width),
+        tensors.norm(config.width) if config.has_norm and not config.norm_spans(sharding.degree) else None,
         sharding.config.norm_eps,
         config.num_heads // sharding.degree,
         stop - first,
         config.head_dim,
         config.state_size,
         config.step_limits,
+        config.gates_first,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -58,14 +59,15 @@ _log = logging.getLogger(__name__)
 # attended to; gate and up; their product. Of experts: their scores; the pairs' inputs, gates and ups, products and
 # outputs; the same of the expert that computes every row, and its gate. Of a layer with a recurrent state: its inputs,
 # and what comes of them. Of a layer with an input beside the residual: the embedding, what is projected of it, the
-# gate, both with the token's own, and their product.
+# gate, both with the token's own, and their product. The output of what is beside attention.
 RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, INNER = range(8)
 SCORES, PAIRS, PAIRS_GATE_UP, PAIRS_INNER, PAIRS_OUTPUT = range(8, 13)
 SHARED_GATE_UP, SHARED_INNER, SHARED_OUTPUT, SHARED_GATE = range(13, 17)
 RECURRENT, MIXED = 17, 18
 PADDED_SCORES, PADDED_GATE = 19, 20  # what adapters add to scores and gates
 EMBEDDED, OWN, INPUT_GATE, JOINED, INPUT = range(21, 26)
-NUM_NAMES = 26
+BESIDE = 26
+NUM_NAMES = 27
 
 
 def prepare_step(
@@ -120,8 +122,11 @@ def program_of(
         mixer, x = layer.attention, _input(layer.attention_norm)
         if isinstance(mixer, Attention):
             mixing = _attention(mixer, x, layer.index, rotary[layer.index], kv[mixer.kv_index])
+            if mixer.beside is not None:
+                beside = _recurrence(mixer.beside, x, layer.index, states[mixer.beside.state_index], BESIDE)
+                mixing = chain(beside, mixing, [Add(BESIDE, OUTPUT)])
         else:
-            mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index])
+            mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index], OUTPUT)
         widths = whole | _widths(layer, hidden)
         operations += [_named(each, widths, registers) for each in _layer(layer, mixing, is_added)]
         is_added = layer.is_whole
@@ -155,9 +160,10 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     """By register, of those that the layer has beside the residual's."""
     widths: dict[int, int] = {}
     mixer, mlp = layer.attention, layer.mlp
-    if isinstance(mixer, RecurrentMixer):
-        widths |= {RECURRENT: mixer.rule.width, MIXED: mixer.output.weight.num_in}
-    else:
+    recurrent = mixer if isinstance(mixer, RecurrentMixer) else mixer.beside
+    if recurrent is not None:
+        widths |= {RECURRENT: recurrent.rule.width, MIXED: recurrent.output.weight.num_in, BESIDE: hidden}
+    if isinstance(mixer, Attention):
         query = mixer.num_heads * mixer.head_dim
         widths |= {QKV: mixer.qkv.weight.num_out, ROTATED: query, ATTENDED: query}
     if isinstance(mlp, GatedMlp):
@@ -205,10 +211,10 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
     yield from _linear(attention.output, ATTENDED, OUTPUT, layer)
 
 
-def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) -> Iterator[Operation]:
+def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState, to: int) -> Iterator[Operation]:
     yield from _linear(mixer.inputs, x, RECURRENT, layer)
     yield Recur(RECURRENT, MIXED, mixer.rule, state)
-    yield from _linear(mixer.output, MIXED, OUTPUT, layer)
+    yield from _linear(mixer.output, MIXED, to, layer)
 
 
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> Iterator[Operation]:
