@@ -21,8 +21,25 @@ struct MambaLayer {  // as many numbers as ../native/recurrence.py writes
 
 constexpr int64_t kMambaRows = 64;                          // of a segment that are computed together
 constexpr int64_t kMambaVectors = kRegister == 16 ? 2 : 1;  // of a state's columns, likewise
+constexpr int64_t kWideMamba = 4;                           // of one row's, which are read as they lie in memory
 constexpr int64_t kMambaColumns = kMambaVectors * kLanes;
 constexpr int64_t kLeastMamba = 1 << 16;  // elements of states; for fewer, a second thread costs more than it saves
+
+// `kVectors` vectors of a state's columns follow a row: to = factor * from + keys changeᵀ, and the sums over keys of that
+// times `queries`. Sums have one order however many columns there are, so that a row's result is the same in any segment.
+template <int64_t kVectors>
+inline void follow_row(const float* from, float* to, int64_t stride, int64_t size, float factor, const float* keys,
+                       const float* queries, const Floats* change, Floats* y) {
+    Floats sums[kVectors] = {}, steps[kVectors];
+    for (int64_t w = 0; w < kVectors; w++) steps[w] = change[w];
+    for (int64_t i = 0; i < size; i++)
+        for (int64_t w = 0; w < kVectors; w++) {
+            const Floats value = load(from + i * stride + w * kLanes) * factor + steps[w] * keys[i];
+            store(to + i * stride + w * kLanes, value);
+            sums[w] += value * queries[i];
+        }
+    for (int64_t w = 0; w < kVectors; w++) y[w] = sums[w];
+}
 
 // A head of a sequence: all that its segments need, of what was convolved, of states and of the result.
 template <class T>
@@ -87,39 +104,40 @@ class MambaHead {
             lengths[row] = std::min(std::max(softplus, float(layer.least_step)), float(layer.most_step));
             factors[row] = std::exp(layer.decay[head] * lengths[row]);
         }
-        for (int64_t column = 0; column < layer.head_dim; column += kMambaColumns) {
-            const int64_t left = layer.head_dim - column;
+        const int64_t stride = layer.head_dim;
+        int64_t column = 0;
+        for (; count == 1 && from && column + kWideMamba * kLanes <= stride; column += kWideMamba * kLanes)
+            compute_row<kWideMamba>(from + column, to + column, stride, first, column, factors[0], lengths[0], b, c);
+        for (; column < stride; column += kMambaColumns) {
+            const int64_t left = stride - column;
             for (int64_t i = 0; i < size; i++)
                 for (int64_t w = 0; w < kMambaColumns; w += kLanes)
                     store(columns + i * kMambaColumns + w,
-                          from && w < left ? load(from + i * layer.head_dim + column + w, left - w) : Floats{});
+                          from && w < left ? load(from + i * stride + column + w, left - w) : Floats{});
             for (int64_t row = 0; row < count; row++)
-                sweep(first + row, column, factors[row], lengths[row], b + row * size, c + row * size);
+                compute_row<kMambaVectors>(columns, columns, kMambaColumns, first + row, column, factors[row],
+                                           lengths[row], b + row * size, c + row * size);
             for (int64_t i = 0; i < size; i++)
                 for (int64_t w = 0; w < kMambaColumns && w < left; w += kLanes)
-                    store(to + i * layer.head_dim + column + w, load(columns + i * kMambaColumns + w), left - w);
+                    store(to + i * stride + column + w, load(columns + i * kMambaColumns + w), left - w);
         }
     }
 
     // Some columns of the state follow a row, and give theirs of the result.
-    void sweep(int64_t row, int64_t column, float factor, float length, const float* keys, const float* queries) const {
-        Floats u[kMambaVectors], y[kMambaVectors] = {}, change[kMambaVectors];
+    template <int64_t kVectors>
+    void compute_row(const float* from, float* to, int64_t stride, int64_t row, int64_t column, float factor,
+                     float length, const float* keys, const float* queries) const {
+        Floats u[kVectors], y[kVectors], change[kVectors];
         const int64_t left = layer.head_dim - column;
         const T* inputs = mixed + row * num_channels + head * layer.head_dim + column;
-        for (int64_t w = 0; w < kMambaVectors; w++) {
+        for (int64_t w = 0; w < kVectors; w++) {
             u[w] = w * kLanes < left ? load(inputs + w * kLanes, left - w * kLanes) : Floats{};
             change[w] = u[w] * length;
         }
-        for (int64_t i = 0; i < layer.state_size; i++)
-            for (int64_t w = 0; w < kMambaVectors; w++) {
-                float* place = columns + i * kMambaColumns + w * kLanes;
-                const Floats value = load(place) * factor + change[w] * keys[i];
-                store(place, value);
-                y[w] += value * queries[i];
-            }
-        T* to = out + row * width + head * layer.head_dim + column;
-        for (int64_t w = 0; w < kMambaVectors && w * kLanes < left; w++)
-            store(to + w * kLanes, y[w] + u[w] * layer.skip[head], left - w * kLanes);
+        follow_row<kVectors>(from, to, stride, layer.state_size, factor, keys, queries, change, y);
+        T* result = out + row * width + head * layer.head_dim + column;
+        for (int64_t w = 0; w < kVectors && w * kLanes < left; w++)
+            store(result + w * kLanes, y[w] + u[w] * layer.skip[head], left - w * kLanes);
     }
 };
 
