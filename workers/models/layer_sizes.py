@@ -48,7 +48,8 @@ class LayerSizes:
                 f"num_kv_shared_layers = {values['num_kv_shared_layers']} is not supported with "
                 "hidden_size_per_layer_input = 0: transformers computes no such base"
             )
-        heads = [_heads_of(values, layer, slide) for layer, slide in enumerate(slides)]
+        overrides = _overrides(values["per_layer_config"], len(slides))
+        heads = [_heads_of(values, overrides, layer, slide) for layer, slide in enumerate(slides)]
         for kind in (True, False):
             sizes = {size for size, slide in zip(heads, slides, strict=True) if slide == kind}
             if len(sizes) > 1:
@@ -74,21 +75,31 @@ class LayerSizes:
         return tuple(layer for layer, source in enumerate(self.kv_sources) if layer == source)
 
 
-def _heads_of(values: Mapping[str, Any], layer: int, slides: bool) -> tuple[int, int]:
+def _overrides(written: Mapping[str, Mapping[str, int]] | None, num_layers: int) -> dict[int, Mapping[str, int]] | None:
+    """By layer. transformers writes the numbers of layers with as many digits as the last one's: "05"."""
+    if written is None:
+        return None
+    for layer, heads in written.items():
+        if not layer.isdecimal() or int(layer) >= num_layers:
+            raise ValueError(f"per_layer_config has {layer!r}: layers 0 to {num_layers - 1} are accepted")
+        for key in heads:
+            if key not in _OVERRIDES:
+                raise ValueError(f"per_layer_config has {key!r}: {' and '.join(_OVERRIDES)} are accepted")
+    return {int(layer): heads for layer, heads in written.items()}
+
+
+def _heads_of(
+    values: Mapping[str, Any], overrides: Mapping[int, Mapping[str, int]] | None, layer: int, slides: bool
+) -> tuple[int, int]:
     """Elements of a head, and how many heads KV has."""
     head_dim, num_kv_heads = values["head_dim"], values["num_key_value_heads"]
-    overrides, global_dim, global_heads = (
-        values[key] for key in ("per_layer_config", "global_head_dim", "num_global_key_value_heads")
-    )
-    if overrides is None:
-        if slides:
-            return head_dim, num_kv_heads
-        return global_dim or 512, (global_heads if values["attention_k_eq_v"] else None) or num_kv_heads
-    heads = overrides.get(str(layer), {})
-    for key in heads:
-        if key not in _OVERRIDES:
-            raise ValueError(f"per_layer_config has {key!r}: {' and '.join(_OVERRIDES)} are accepted")
-    return heads.get("head_dim", head_dim), heads.get("num_key_value_heads", num_kv_heads)
+    if overrides is not None:
+        heads = overrides.get(layer, {})
+        return heads.get("head_dim", head_dim), heads.get("num_key_value_heads", num_kv_heads)
+    if slides:
+        return head_dim, num_kv_heads
+    global_heads = values["num_global_key_value_heads"] if values["attention_k_eq_v"] else None
+    return values["global_head_dim"] or 512, global_heads or num_kv_heads
 
 
 def _source(layer: int, slides: Sequence[bool], first_shared: int) -> int:

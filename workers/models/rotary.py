@@ -32,9 +32,9 @@ def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> tor
     """
     num_rotated = config.num_rotated(head_dim)
     if config.kind == LONGROPE:
-        frequencies, amplitude = _longrope(config, num_rotated, num_positions)
+        frequencies, amplitude = _longrope(config, config.num_dimensions(head_dim), num_positions)
     else:
-        frequencies, amplitude = _frequencies(config, num_rotated)
+        frequencies, amplitude = _frequencies(config, config.num_dimensions(head_dim))
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     table = torch.zeros(num_positions, 2, head_dim // 2)
     table[:, 0] = 1.0

@@ -74,18 +74,24 @@ class RotaryConfig:
         needed = (*_NEEDED[kind], *((QUERY_SCALING, _ORIGINAL) if scales_queries else ()))
         return RotaryConfig(float(theta), kind, _options(kind, parameters, needed), share, factors)
 
-    def num_rotated(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number.
+    def num_dimensions(self, head_dim: int) -> int:
+        """Dimensions of a head that its share is, from which frequencies follow."""
+        return head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
 
-        With `proportional` all are: those of the share, and the others by angles of 0.
+    def num_rotated(self, head_dim: int) -> int:
+        """Dimensions of a head that are rotated, the first ones. Raises ValueError if there are none, or not enough.
+
+        They come in pairs: of an odd share, as in transformers, one more is rotated. With `proportional` all are: those
+        of the share, and the others by angles of 0.
         """
-        number = head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
-        if number % 2 or not number:
+        number = self.num_dimensions(head_dim)
+        rotated = number + number % 2
+        if not 0 < rotated <= head_dim or (number % 2 and self.kind == "yarn"):
             raise ValueError(
-                f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: an even "
-                "number is needed"
+                f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: at least "
+                "1 is needed, and an even number if it is all or rope_type is 'yarn'"
             )
-        return number
+        return rotated
 
     @property
     def longest(self) -> float | None:
