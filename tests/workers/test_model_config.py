@@ -442,6 +442,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"sliding_window_pattern": 4, "use_embedding_sharing": True, "use_gated_activation": True},
         **{"use_parallel_block": True, "use_parallel_embedding": True, "rms_norm_eps": None},
     },
+    "Gemma 4 E2B": {
+        **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "num_hidden_layers": 2},
+        **{"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 512, "head_dim": 256},
+        **{"use_bidirectional_attention": "vision", "attention_k_eq_v": False, "num_global_key_value_heads": None},
+        **{"enable_moe_block": False, "final_logit_softcapping": 30.0, "vocab_size_per_layer_input": 262144},
+        **{"hidden_size_per_layer_input": 256, "num_kv_shared_layers": 0, "use_double_wide_mlp": True},
+    },
     "EXAONE 4.0 32B": {
         **{"architectures": ["Exaone4ForCausalLM"], "model_type": "exaone4", "head_dim": 128, "hidden_act": "silu"},
         **{"sliding_window": 4096, "sliding_window_pattern": "LLLG", "tie_word_embeddings": False},
@@ -664,3 +671,33 @@ def test_experts_lie_in_one_tensor_or_one_by_one(tmp_path: Path) -> None:
             one, many = (mlp for mlp in mlps if isinstance(mlp, ExpertMlp))
             assert torch.equal(one.gate_up, many.gate_up)
             assert torch.equal(one.down, many.down)
+
+
+@pytest.mark.parametrize("number", ["5", "05"])
+def test_heads_of_layers_by_their_number(tmp_path: Path, number: str) -> None:
+    """transformers writes as many digits as the last layer has."""
+    keys = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "num_hidden_layers": 12, "vocab_size": 50}
+    kinds = ["full_attention" if layer in (5, 11) else "sliding_attention" for layer in range(12)]
+    heads = {number: {"head_dim": 32, "num_key_value_heads": 1}, "11": {"head_dim": 32, "num_key_value_heads": 1}}
+    sizes = ModelConfig.from_folder(folder(tmp_path, **keys, layer_types=kinds, per_layer_config=heads)).layer_sizes
+    assert [layer for layer, dim in enumerate(sizes.head_dims) if dim == 32] == [5, 11]
+    assert {sizes.num_kv_heads[layer] for layer in (5, 11)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"per_layer_config": {"12": {"head_dim": 32}}}, "per_layer_config has '12': layers 0 to 11"),
+        ({"per_layer_config": {"1": {"rms_norm_eps": 2}}}, "'rms_norm_eps': head_dim and num_key_value_heads"),
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "layers of one kind heads of different sizes"),
+        ({"num_kv_shared_layers": 12}, "layer 0 has no layer of its kind"),
+        ({"vocab_size_per_layer_input": 10}, "vocab_size_per_layer_input = 10: at least vocab_size = 50"),
+        ({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 2}, "transformers computes no such base"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"enable_moe_block": True}, "lacks 'num_experts'"),
+    ],
+)
+def test_sizes_of_layers_that_cannot_be(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    keys = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "num_hidden_layers": 12, "vocab_size": 50}
+    with pytest.raises(ValueError, match=problem):
+        ModelConfig.from_folder(folder(tmp_path, **keys | changes))
