@@ -241,7 +241,7 @@ VARIANTS: Mapping[str, Variant] = {
     "glm4_moe": Variant(
         lambda: Glm4MoeConfig(
             **SHAPE,
-            head_dim=24,
+            head_dim=22,
             attention_bias=True,
             use_qk_norm=True,
             n_routed_experts=6,

@@ -34,7 +34,8 @@ def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> tor
     if config.kind == LONGROPE:
         frequencies, amplitude = _longrope(config, num_rotated, num_positions)
     else:
-        frequencies, amplitude = _frequencies(config, num_rotated)
+        is_plain = config.kind == "default"
+        frequencies, amplitude = _frequencies(config, int(head_dim * config.share) if is_plain else num_rotated)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     table = torch.zeros(num_positions, 2, head_dim // 2)
     table[:, 0] = 1.0

@@ -75,11 +75,14 @@ class RotaryConfig:
         return RotaryConfig(float(theta), kind, _options(kind, parameters, needed), share, factors)
 
     def num_rotated(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number.
+        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number of a scaled one.
 
-        With `proportional` all are: those of the share, and the others by angles of 0.
+        With `proportional` all are: those of the share, and the others by angles of 0. Of an odd number the next one
+        is too, as in transformers, at the frequencies of the odd number.
         """
         number = head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
+        if number % 2 and self.kind == "default" and number < head_dim:
+            return number + 1
         if number % 2 or not number:
             raise ValueError(
                 f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: an even "
