@@ -14,7 +14,12 @@ from .errors import OtherBase, quote
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 # The linear projections of layers with a recurrent state, in this order after those of attention. A base has some.
-RECURRENT_MODULES = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba", "out_proj")
+RECURRENT_MODULES = (
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Gated DeltaNet
+    *("in_proj_qkvz", "in_proj_ba"),  # of Qwen3-Next
+    "in_proj",  # short convolutions, Mamba-2
+    "out_proj",
+)
 # The linear projections of what each layer takes of its token beside the residual (Gemma 4). The last one is a single
 # one for all layers: each has its outputs, one layer after the other.
 PER_LAYER_MODULES = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
@@ -105,6 +110,8 @@ class BaseShape:
     copies: Mapping[str, str] = field(default_factory=dict)  # entries that have the LoRA of another module of the layer
     paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, where they are not those of PATHS
     output_groups: Mapping[str, OutputGroups] = field(default_factory=dict)  # by module; else as they stand
+    # By module, what its outputs are multiplied by, in runs of so many: B is kept so, as the base's weights are.
+    output_scales: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
 
     def count(self, module: str) -> int:
@@ -202,7 +209,8 @@ class BaseShape:
         """The name of a module within a layer of this base."""
         match = _EXPERT.fullmatch(module)
         if match is not None and self.experts is not None:
-            return f"{self.experts.block}.experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
+            block = f"{self.experts.block}." if self.experts.block else ""
+            return f"{block}experts.{match[1]}.{self.experts.names[family_of_module(module)]}"
         if module in self.fused:
             return f"{self.path(self.fused[module][0]).rpartition('.')[0]}.{module}"
         return self.paths.get(module) or PATHS.get(module, f"mlp.{module}")
@@ -214,7 +222,7 @@ class BaseShape:
         A router is also known where the base's files have it, as before transformers 5.
         """
         paths = {self.path(name): name for name in self.names if name not in EXPERT_MODULES}
-        if self.experts is not None and ROUTER in self.modules:
+        if self.experts is not None and self.experts.block and ROUTER in self.modules:
             paths[f"{self.experts.block}.{self.path(ROUTER).rpartition('.')[2]}"] = ROUTER
         return paths
 

@@ -43,11 +43,15 @@ class Routing:
 
 
 def choose_experts(
-    logits: torch.Tensor, routing: Routing, bias: torch.Tensor | None = None
+    logits: torch.Tensor,
+    routing: Routing,
+    bias: torch.Tensor | None = None,
+    factors: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The experts of each row, `[num_rows, top_k]` int64, and their weights in float32.
 
-    `logits` `[num_rows, num_experts]`; `bias` `[num_experts]` float32, where the routing has one.
+    `logits` `[num_rows, num_experts]`; `bias` `[num_experts]` float32, where the routing has one. `factors`: likewise,
+    of the experts' weights; None: they are 1.
     """
     assert (bias is not None) == routing.has_bias, "a bias where the routing has one"
     logits = logits.float()
@@ -62,6 +66,8 @@ def choose_experts(
         weights = scores.gather(-1, chosen)
     if routing.is_normalized:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.eps)
+    if factors is not None:
+        weights = weights * factors[chosen]
     return chosen, weights if routing.scale == 1.0 else weights * routing.scale
 
 

@@ -150,6 +150,7 @@ class ChooseExperts:
     x: Register
     routing: Routing
     bias: torch.Tensor | None = None  # [num_experts] float32
+    factors: torch.Tensor | None = None  # likewise, of the experts' weights
 
 
 @dataclass(frozen=True)

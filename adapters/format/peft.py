@@ -257,10 +257,11 @@ def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) 
 
 
 def module_prefix(names: Collection[str], is_wrapped: bool) -> str:
-    """What stands before "layers." in the names of an adapter's tensors."""
+    """What stands before "layers.", or a module of OUTER_MODULES, in the names of an adapter's tensors."""
     if is_wrapped:
         for prefix in WRAPPED_PREFIXES:
-            if any(name.startswith(f"base_model.model.{prefix}layers.") for name in names):
+            beginnings = tuple(f"base_model.model.{prefix}{part}" for part in ("layers.", *OUTER_MODULES))
+            if any(name.startswith(beginnings) for name in names):
                 return prefix
     return TEXT_PREFIX
 

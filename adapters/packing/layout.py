@@ -104,6 +104,8 @@ class AdapterLayout:
         order = f"-order{crc32(repr(self.shape.head_order).encode()):08x}" if self.shape.head_order else ""
         gated = f"-gated{self.shape.gated_head_dim}" if self.shape.gated_head_dim is not None else ""
         groups = "-grouped" if self.shape.output_groups else ""
+        if self.shape.output_scales:
+            groups += f"-scaled{crc32(repr(sorted(self.shape.output_scales.items())).encode()):08x}"
         return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}{gated}{groups}-{self.dtype}"
 
     @property

@@ -27,6 +27,7 @@ class _Placed:
     at: ModuleOffsets
     end: int  # of its B
     outputs: Tensor | None  # which outputs its rows are, in order; None: those of `part`
+    scales: Tensor | None = None  # what its rows are multiplied by; None: nothing
 
 
 def pack(content: AdapterContent, layout: AdapterLayout) -> Tensor:
@@ -74,7 +75,11 @@ def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]
         order = layout.output_order(module)
         outputs = None if order is None else np.array(order, np.intp)
         end = at.b + at.rank * part.widths[1]
-        yield _Placed(layout.shape.source(name), layout.shape.layers_of(module), part, at, end, outputs)
+        runs, scales = layout.shape.output_scales.get(module), None
+        if runs is not None:
+            factors = np.repeat([factor for _, factor in runs], [count for count, _ in runs]).astype(np.float32)
+            scales = factors[slice(*part.outputs[0]) if outputs is None else outputs]
+        yield _Placed(layout.shape.source(name), layout.shape.layers_of(module), part, at, end, outputs, scales)
 
 
 def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:
@@ -89,6 +94,8 @@ def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> Non
         outputs = slice(*part.outputs[0]) if placed.outputs is None else placed.outputs
         b = lora.b[outputs, rows].astype(np.float32)
         b *= np.float32(lora.scaling)
+        if placed.scales is not None:
+            b *= placed.scales[:, None]
         b = np.pad(b, ((0, part.padding), (0, 0))) if part.padding else b
         _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]
 

@@ -29,7 +29,8 @@ struct Routing {
     bool is_normalized, is_sigmoid;
     int64_t num_groups, top_groups;
     float scale, eps;
-    const float* bias;  // null: none
+    const float* bias;     // null: none
+    const float* factors;  // of the experts' weights; null: none
 
     // The experts are the likeliest, by the softmax of their scores.
     bool is_ordinary() const { return !is_sigmoid && num_groups == 1 && scale == 1.0f && eps == 0.0f && !bias; }
@@ -174,7 +175,8 @@ void choose_experts(const T* scores, int64_t num_rows, int64_t num_experts, cons
     next.assign(pairs.offsets.begin(), pairs.offsets.end());
     for (int64_t i = 0; i < num_pairs; i++) {
         const int64_t at = next[size_t(chosen[i].expert)]++;
-        pairs.rows[size_t(at)] = i / top_k, pairs.weights[size_t(at)] = chosen[i].weight;
+        const float factor = routing.factors ? routing.factors[chosen[i].expert] : 1.0f;
+        pairs.rows[size_t(at)] = i / top_k, pairs.weights[size_t(at)] = chosen[i].weight * factor;
         pairs.places[size_t(i)] = at;
     }
 }

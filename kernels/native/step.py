@@ -270,13 +270,12 @@ class NativeStep:
 
     @_fields.register
     def _(self, op: ChooseExperts) -> list[int]:
-        routing, bias = op.routing, 0
-        if op.bias is not None:
-            assert op.bias.dtype == torch.float32, "scores are float32"
-            bias = self._address(op.bias)
+        routing, of_experts = op.routing, (op.bias, op.factors)
+        assert all(each is None or each.dtype == torch.float32 for each in of_experts), "scores are float32"
+        addresses = [0 if each is None else self._address(each) for each in of_experts]
         numbers = [routing.top_k, routing.is_normalized, routing.scoring == "sigmoid"]
         groups = [routing.num_groups, routing.top_groups]
-        return [self._width(op.x), *numbers, *groups, float_bits(routing.scale), float_bits(routing.eps), bias]
+        return [self._width(op.x), *numbers, *groups, float_bits(routing.scale), float_bits(routing.eps), *addresses]
 
     @_fields.register
     def _(self, op: TakePairs) -> list[int]:

@@ -21,6 +21,9 @@ _RECURRENT: Final[Mapping[str | None, tuple[str, ...]]] = {
     None: (),
     "delta": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "grouped_delta": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "short_convolution": ("in_proj", "out_proj"),
+    "mamba": ("in_proj", "out_proj"),
+    "parallel_mamba": ("in_proj", "out_proj"),
 }
 _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -52,8 +55,9 @@ def _lora(family: Family) -> str:
         return _lora_of_experts(family)
     recurrent = _RECURRENT[family.recurrent]
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
-    names = dict.fromkeys(whole.get(name, name) for name in _LINEARS)
-    return ", ".join((*(name.removesuffix("_proj") for name in names), *recurrent))
+    leaves = {name: path.rpartition(".")[2] for name, path in family.paths.items()}
+    names = ((whole.get(name) or leaves.get(name, name)).removesuffix("_proj") for name in _LINEARS)
+    return ", ".join(dict.fromkeys((*names, *recurrent)))
 
 
 def _lora_of_experts(family: Family) -> str:

@@ -29,10 +29,12 @@ from transformers import (
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
+    FalconH1Config,
     FlexOlmoConfig,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4Config,
     Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
@@ -40,6 +42,8 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -128,6 +132,13 @@ GEMMA3_ROPE: dict[str, Any] = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
 }
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+
+
+GRANITE_HYBRID: dict[str, Any] = {"num_local_experts": 0, "shared_intermediate_size": 112}
+
+
+def _without(values: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key not in keys}
 
 
 @dataclass(frozen=True)
@@ -342,6 +353,22 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         sharded=True,
     ),
+    "gemma4_moe": Variant(
+        lambda: Gemma4TextConfig(
+            **SHAPE,
+            head_dim=16,
+            global_head_dim=32,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+            sliding_window=14,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=6,
+            top_k_experts=3,
+            moe_intermediate_size=40,
+        )
+    ),
     "cohere": Variant(lambda: CohereConfig(**COHERE | {"num_key_value_heads": 1}, tie_word_embeddings=True)),
     "cohere2": Variant(
         lambda: Cohere2Config(
@@ -425,6 +452,97 @@ VARIANTS: Mapping[str, Variant] = {
             linear_value_head_dim=20,
         )
     ),
+    "lfm2": Variant(
+        lambda: Lfm2Config(
+            **_without(SHAPE, "rms_norm_eps"),
+            norm_eps=1e-5,
+            block_multiple_of=24,
+            layer_types=["full_attention", "full_attention", "conv"],
+        )
+    ),
+    "lfm2_bias": Variant(
+        lambda: Lfm2Config(
+            **_without(SHAPE, "rms_norm_eps") | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+            conv_bias=True,
+            conv_L_cache=4,
+            block_auto_adjust_ff_dim=False,
+            full_attn_idxs=[1, 2],
+        )
+    ),
+    "granite_hybrid": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE,
+            **GRANITE_HYBRID,
+            layer_types=["linear_attention", "full_attention", "full_attention"],
+            mamba_n_heads=8,
+            mamba_d_state=12,
+            residual_multiplier=0.4,
+            attention_multiplier=0.2,
+            embedding_multiplier=3.0,
+            logits_scaling=1.6,
+        )
+    ),
+    "granite_hybrid_groups": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            **GRANITE_HYBRID,
+            layer_types=["mamba", "attention", "attention"],
+            position_embedding_type="rope",
+            mamba_n_heads=4,
+            mamba_n_groups=2,
+            mamba_d_state=10,
+            mamba_d_conv=3,
+            mamba_conv_bias=False,
+            mamba_proj_bias=True,
+            time_step_limit=[0.2, 0.9],
+        )
+    ),
+    "falcon_h1": Variant(
+        lambda: FalconH1Config(
+            **SHAPE,
+            mamba_d_ssm=80,
+            mamba_n_heads=4,
+            mamba_n_groups=1,
+            mamba_d_state=12,
+            embedding_multiplier=1.4,
+            lm_head_multiplier=0.8,
+            mlp_multipliers=[0.7, 1.2],
+            key_multiplier=0.6,
+            attention_in_multiplier=1.3,
+            attention_out_multiplier=1.8,
+            ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9],
+            ssm_in_multiplier=1.1,
+            ssm_out_multiplier=0.7,
+        )
+    ),
+    "falcon_h1_biases": Variant(
+        lambda: FalconH1Config(
+            **SHAPE | {"tie_word_embeddings": True},
+            mamba_d_ssm=None,
+            mamba_n_heads=8,
+            mamba_n_groups=4,
+            mamba_d_state=10,
+            mamba_rms_norm=True,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            key_multiplier=0.6,
+            attention_in_multiplier=1.3,
+            ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9],
+            ssm_out_multiplier=0.7,
+            time_step_limit=[0.1, 1.5],
+        )
+    ),
+    "granite4_dense": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            **GRANITE_HYBRID,
+            layer_types=["full_attention"] * 3,
+            attention_multiplier=0.3,
+            position_embedding_type="rope",
+        )
+    ),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -473,6 +591,20 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         image_token_index=152,
         boi_token_index=150,
         eoi_token_index=151,
+    ),
+    "gemma4_vision": lambda: Gemma4Config(
+        text_config={
+            **WRAPPED_TEXT,
+            **{"pad_token_id": 0, "num_hidden_layers": 3, "head_dim": 16, "global_head_dim": 24, "sliding_window": 12},
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            **{"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 1},
+        },
+        vision_config={
+            **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+            **{"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16},
+        },
+        audio_config=None,  # tokens of pictures have other inputs of layers, so that none is chosen here
+        **dict.fromkeys(("image_token_id", "video_token_id", "audio_token_id"), VOCAB_SIZE + 1),
     ),
     "mistral3_vision": lambda: Mistral3Config(
         text_config={**WRAPPED_TEXT, "model_type": "mistral", "head_dim": 20, "sliding_window": None},
@@ -559,6 +691,15 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         image_token_index=152,
     ),
 }
+
+
+GRANITE_NAMES: Mapping[str, str] = {
+    "gate_proj": "input_linear",
+    "up_proj": "input_linear",
+    "down_proj": "output_linear",
+}
+WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # PEFT refuses it
+LFM2_NAMES: Mapping[str, str] = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
 @dataclass(frozen=True)
@@ -676,10 +817,15 @@ def write_adapters(model_path: Path, folder: Path) -> dict[str, Path]:
 def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
-    targets = ATTENTION if hasattr(base.config, "num_experts_per_tok") else ALL_LINEAR
+    has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
+    targets: tuple[str, ...] = ATTENTION if has_experts else ALL_LINEAR
     targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
+    fused |= GRANITE_NAMES if "shared_mlp" in names else {}
+    fused |= LFM2_NAMES if "w1" in names else {}
+    if base.config.model_type in WITHOUT_OUT_PROJ:
+        targets = tuple(name for name in targets if name != "out_proj")
     for seed, recipe in enumerate(RECIPES):
         with patterns_may_match_nothing():
             model = get_peft_model(deepcopy(base), recipe.config(targets, fused))
@@ -865,6 +1011,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
                 parameter.data += 1.0
                 if is_gemma4 and "q_norm" in name:  # scores are not scaled by the heads' size
                     parameter.data *= 0.25
+            elif is_gemma4 and "scale" in name:  # of the router's input, which is divided by a root, and of experts
+                parameter.data += 8.0 if name.endswith("router.scale") else 1.0
             elif "A_log" in name:  # states that last for a few tokens, and for many
                 parameter.data -= torch.linspace(0.0, 4.0, len(parameter))
             elif "sinks" in name:

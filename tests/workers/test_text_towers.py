@@ -39,8 +39,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     generator = torch.Generator().manual_seed(3)
     for name, targets in (("text", OF_TEXT), ("listed", LISTED), ("all", "all-linear")):
         model = AutoModelForImageTextToText.from_pretrained(folder / "base", dtype=torch.float32)
-        # PEFT takes the router of Llama 4 for a linear, and cannot compute it.
-        excluded = r".*router" if "llama4" in request.param else None
+        # PEFT refuses linears of Gemma 4's vision by a list, and takes the router of Llama 4 for a linear.
+        excluded = {"gemma4_vision": r".*vision_tower.*", "llama4_vision": r".*router"}.get(request.param)
         peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, exclude_modules=excluded))
         for key, parameter in peft.named_parameters():
             if "lora_A" in key or ("lora_B" in key and "language_model" in key):  # training on text leaves others at 0
@@ -131,7 +131,8 @@ def test_tensors_have_one_of_three_names(folder: Path, tmp_path: Path, prefixes:
     renamed = {
         (prefixes[0] + name.removeprefix("model.") if name.startswith("model.") else prefixes[1] + name): tensor
         for name, tensor in text.items()
-        if name == "lm_head.weight" or name.startswith(("model.layers", "model.norm", "model.embed_tokens"))
+        if name == "lm_head.weight"
+        or name.startswith(("model.layers", "model.norm", "model.embed_tokens", "model.per_layer"))
     }
     shutil.copytree(folder / "base", tmp_path / "renamed")
     save_file(renamed | {"vision_tower.patch.weight": torch.ones(2)}, tmp_path / "renamed" / "model.safetensors")
@@ -158,7 +159,7 @@ def test_a_head_of_its_own_counts_where_ties_are_left_open(folder: Path, tmp_pat
     raw["text_config"].pop("tie_word_embeddings", None)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     embedding = named_in_full(load_file(folder / "base" / "model.safetensors"))["model.embed_tokens.weight"]
-    is_tied = raw["architectures"][0].startswith(("Gemma3", "Mistral3"))
+    is_tied = raw["architectures"][0].startswith(("Gemma3", "Gemma4", "Mistral3"))
     for has_head in (False, True):
         head = {"lm_head.weight": embedding + 1} if has_head else {}
         save_file({"model.embed_tokens.weight": embedding} | head, tmp_path / "model.safetensors")

@@ -133,7 +133,7 @@ class _AttentionKind(NamedTuple):
 def _widths_of_mlps(model: ModelConfig) -> Counter[int]:
     """How many layers have a dense MLP of each width."""
     experts = model.experts
-    layers = (layer for layer in range(model.num_layers) if experts is None or not experts.layers[layer])
+    layers = (layer for layer in range(model.num_layers) if experts is None or experts.has_dense(layer))
     return Counter(model.layer_sizes.intermediate_sizes[layer] for layer in layers)
 
 
@@ -373,10 +373,12 @@ def model_size(model: ModelConfig) -> ModelSize:
         norms += layers * hidden + sizes.input_size
     small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
     if recurrent is not None:
-        num_recurrent = layers - num_attention
+        num_recurrent = len(model.recurrent_layers)
         all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
         small += num_recurrent * recurrent.num_weights
         norms += num_recurrent * recurrent.norm_width
+    if experts is not None and experts.is_beside:
+        norms += num_sparse * (4 * hidden + experts.num_experts)
     of_tokens = embedding + sizes.input_vocab_size * layers * sizes.input_size
     return ModelSize(
         embedding=of_tokens,

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from ...adapters.adapter import (
-    EXPERT_MODULES,
     MODULES,
     PER_LAYER_MODULES,
     ROUTER,
@@ -31,8 +30,9 @@ from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .family import Family, Wrapper
 from .layer_sizes import LayerSizes
+from .module_scales import ModuleScales
 from .quantised_config import Quantisation, read_quantisation
-from .recurrent_config import RecurrentConfig, read_recurrent
+from .recurrent_config import RecurrentConfig, kinds_of_layers, read_recurrent
 from .rotary_config import (
     CHUNK_SCALING,
     NO_ROTARY,
@@ -81,6 +81,7 @@ class ModelConfig:
     is_wrapped: bool = False  # the text model of one that takes pictures too
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     recurrent: RecurrentConfig | None = None
+    scales: ModuleScales | None = None  # of its linears
     sizes: LayerSizes | None = None  # see `layer_sizes`
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
@@ -127,27 +128,15 @@ class ModelConfig:
             "down_proj": (self.intermediate_size, hidden),
         }
         experts, names = self.experts, self.family.experts
+        dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
         if self.sizes is not None:
             return self._shape_of_sizes(self.sizes)
-        dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
         if experts is None or names is None:
             return self._shape_of(attn | dense, paths=dense_paths)
-        width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
-        sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
-        layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
+        shape = experts.shape(names)
+        layers = shape.layers
         dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
-        called = {gate: names.gate, up: names.up, down: names.down}
-        shape = ExpertShape(
-            experts.num_experts,
-            layers,
-            names.block,
-            called,
-            are_parameters=names.are_fused or names.are_parameters,
-            takes_turns=names.take_turns,
-            parameters=f"{names.mlp}.experts",
-            swaps_sides=names.swaps_sides,
-        )
-        modules = attn | sparse | {ROUTER: (hidden, experts.num_experts)}
+        modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
         some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
         if dense_layers:
             modules |= dense
@@ -191,7 +180,12 @@ class ModelConfig:
             add(layer, "down_proj", mlp == self.intermediate_size, "wide", mlp, hidden)
         if width:
             modules |= dict(zip(PER_LAYER_MODULES, ((hidden, width), (width, hidden), (hidden, width)), strict=True))
-        return replace(self._shape_of(modules), layers=layers, copies=copies)
+        shape, paths, experts = None, dict[str, str](), self.experts
+        if experts is not None and self.family.experts is not None:
+            modules |= experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
+            paths = {ROUTER: self.family.experts.router}
+            shape = experts.shape(self.family.experts)
+        return replace(self._shape_of(modules, shape, layers, paths), copies=copies)
 
     def _shape_of(
         self,
@@ -203,6 +197,7 @@ class ModelConfig:
         """`modules`: without those of layers with a recurrent state. `some_layers`: of modules that not all have."""
         recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
         layers = {**some_layers, **dict.fromkeys(recurrent, self.recurrent_layers)}
+        block = "" if self.recurrent is None else f"{self.recurrent.block}."
         if recurrent:
             layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
         return BaseShape(
@@ -213,8 +208,9 @@ class ModelConfig:
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
+            paths={**self.family.paths, **{name: f"{block}{name}" for name in recurrent}, **paths},
             output_groups={} if self.recurrent is None else self.recurrent.output_groups,
-            paths=paths,
+            output_scales={} if self.scales is None else self.scales.weights,
             is_wrapped=self.is_wrapped,
         )
 
@@ -226,6 +222,8 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Indices of the layers with attention."""
+        if self.family.recurrent == "parallel_mamba":
+            return tuple(range(self.num_layers))
         return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
 
     @cached_property
@@ -346,11 +344,15 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
+    if family.experts is None and values.get("num_local_experts"):
+        raise ValueError(
+            f"num_local_experts = {values['num_local_experts']!r} is not supported for {family.name}: 0 is accepted"
+        )
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides = sliding_layers(
-        values, family.slides, recurrent=family.recurrent is not None, last_is_full=family.last_is_full
+        values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full
     )
-    window = values.get("sliding_window")
+    window, ties = values.get("sliding_window"), values.get("tie_embedding")
     if (chunk := values.get("attention_chunk_size")) is not None:
         window = AttentionChunk(chunk)
     rotary_values = {**raw, **values}
@@ -373,14 +375,16 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = _rotated(rotaries, _rotating_layers(values), scaling)
     elif family.only_windows_rotate and window is not None:
         rotaries = _rotated(rotaries, slides, {})
+    elif values.get("position_embedding_type", "rope") != "rope":
+        rotaries = _rotated(rotaries, [False] * len(rotaries), {})
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
-    return ModelConfig(
+    config = ModelConfig(
         family=family,
         vocab_size=values["vocab_size"],
         hidden_size=hidden_size,
-        intermediate_size=values.get("intermediate_size_mlp", values["intermediate_size"]),
+        intermediate_size=_intermediate_size(values),
         num_layers=values["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -389,7 +393,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         activation=_activation(values, family),
         rotaries=rotaries,
         max_model_len=context,
-        tie_word_embeddings=values["tie_word_embeddings"],
+        tie_word_embeddings=values["tie_word_embeddings"] if ties is None else ties,
         qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
         output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
         mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
@@ -402,7 +406,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         eos_token_ids=tuple(sorted(_token_ids(raw.get("eos_token_id")) | _token_ids(generation_eos))),
         embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
-        logit_multiplier=float(values.get("logit_scale", 1.0)) / float(values.get("logits_scaling", 1.0)),
+        logit_multiplier=_logit_multiplier(values),
         head_order=_head_order(family, rotaries, sizes, head_dim),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
@@ -410,6 +414,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         sizes=sizes,
         quantisation=quantisation,
     )
+    scales = ModuleScales.from_values(values, config.shape.modules, config.recurrent)
+    return config if scales is None else replace(config, scales=scales)
 
 
 def _head_order(
@@ -424,8 +430,26 @@ def _head_order(
     return ()
 
 
+def _intermediate_size(values: Mapping[str, Any]) -> int:
+    """Of a dense MLP. Raises ValueError if it has no features."""
+    size = values.get("shared_intermediate_size", values.get("intermediate_size_mlp", values["intermediate_size"]))
+    size = int(values.get("block_ff_dim") or size)
+    if not values.get("block_auto_adjust_ff_dim", False):
+        return size
+    multiple = int(values["block_multiple_of"])  # LFM2
+    size = -(-int(values["block_ffn_dim_multiplier"] * int(2 * size / 3)) // multiple) * multiple
+    if size < 1:
+        raise ValueError(f"intermediate_size = {values['intermediate_size']}: two thirds of it are less than 1")
+    return size
+
+
+def _logit_multiplier(values: Mapping[str, Any]) -> float:
+    factor = values.get("logit_scale", values.get("lm_head_multiplier", 1.0))
+    return float(factor) / float(values.get("logits_scaling", 1.0))
+
+
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:
-    name = values[family.activation_key]
+    name = values.get(family.activation_key, "silu")
     name = family.activations.get(name, name)
     is_clamped = "swiglu_limit" in values
     if name not in ACTIVATIONS or (is_clamped and name != "silu"):

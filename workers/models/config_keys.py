@@ -60,7 +60,7 @@ _NAMES: Final = """
     local_layer_ids local_num_chunks_after local_num_chunks_before log_scaling_alpha log_scaling_n_floor
     logit_scale logits_mup_width_multiplier logits_scaling logits_soft_cap loop_gate_rank loop_layer_index_end
     loop_layer_index_start loop_num_passes lru_width lsh_attn_chunk_length lsh_num_chunks_after
-    lsh_num_chunks_before make_ngram_vocab_size_divisible_by mamba_chunk_size mamba_conv_bias mamba_d_conv
+    lsh_num_chunks_before make_ngram_vocab_size_divisible_by mamba_conv_bias mamba_d_conv
     mamba_d_head mamba_d_ssm mamba_d_state mamba_dt_rank mamba_expand mamba_head_dim mamba_hidden_act
     mamba_n_groups mamba_n_heads mamba_ngroups mamba_norm_before_gate mamba_num_heads mamba_proj_bias
     mamba_rms_norm mamba_ssm_cache_dtype mask_index max_inference_chunksize max_patch_length
@@ -115,9 +115,10 @@ _MAX_LAYERS: Final = 10_000
 # where it is the family's default.
 _NULLABLE: Final = frozenset(
     {"sliding_window", "attn_logit_softcapping", "final_logit_softcapping", "layer_types", "mlp_only_layers"}
-    | {"no_rope_layers"}
+    | {"no_rope_layers", "full_attn_idxs", "position_embedding_type"}
 )
 _WINDOW_KEYS: Final = frozenset({"sliding_window", "max_window_layers"})  # with `use_sliding_window` alone
+_OLD_NAMES: Final = {"num_experts": "num_local_experts", "layers_block_type": "layer_types"}
 _FACTORS: Final = re.compile(r"(multiplier|scale|scaling|factor)$")  # 1 changes nothing
 
 
@@ -137,19 +138,20 @@ def read_keys(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
 
 def _renamed(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
-    """transformers 5 writes the number of experts by another name than it had before, and reads both.
+    """What transformers 5 writes by another name than it had before, and reads by both.
 
     A pattern of layers that slide does not count beside `layer_types`: that of EXAONE 4 may be a text then, or null.
     """
     pattern = "sliding_window_pattern"
     if pattern in family.defaults and raw.get("layer_types") and isinstance(raw.get(pattern), str | None):
         raw = {key: value for key, value in raw.items() if key != pattern}
-    old, new = "num_experts", "num_local_experts"
-    if old not in raw or new not in family.defaults:
-        return raw
-    if new in raw and raw[old] != raw[new]:
-        raise ValueError(f"{old} = {raw[old]!r} contradicts {new} = {raw[new]!r}: keep one")
-    return {key: value for key, value in raw.items() if key != old} | {new: raw[old]}
+    for old, new in _OLD_NAMES.items():
+        if old not in raw or new not in family.defaults:
+            continue
+        if new in raw and raw[old] != raw[new]:
+            raise ValueError(f"{old} = {raw[old]!r} contradicts {new} = {raw[new]!r}: keep one")
+        raw = {key: value for key, value in raw.items() if key != old} | {new: raw[old]}
+    return raw
 
 
 def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
@@ -192,6 +194,15 @@ def is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
+def limits(value: Any) -> tuple[float, float] | None:
+    """The numbers of a list of two, the least first; None: it is no such list. transformers writes inf as a text."""
+    if not isinstance(value, list) or len(value) != 2:
+        return None
+    low, high = (math.inf if each in ({"__float__": "Infinity"}, "Infinity") else each for each in value)
+    are_numbers = all(isinstance(each, int | float) and not isinstance(each, bool) for each in (low, high))
+    return (float(low), float(high)) if are_numbers and low <= high else None
+
+
 _Type = tuple[str, Callable[[Any], bool]]
 _SIZE: Final[_Type] = (f"a whole number from 1 to {_MAX_SIZE}", is_whole)
 _COUNT: Final[_Type] = (f"a whole number from 0 to {_MAX_SIZE}", lambda value: is_whole(value, 0))
@@ -201,6 +212,10 @@ _TEXT: Final[_Type] = ("a text", lambda value: isinstance(value, str))
 _TEXTS: Final[_Type] = (
     "a list of texts",
     lambda value: isinstance(value, list) and all(isinstance(element, str) for element in value),
+)
+_NUMBERS: Final[_Type] = (
+    "a list of numbers above 0",
+    lambda value: isinstance(value, list) and all(is_positive(element) for element in value),
 )
 _LAYERS: Final[_Type] = (
     "a list of layers' numbers",
@@ -295,6 +310,38 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "linear_value_head_dim": _SIZE,
     "linear_num_key_heads": _SIZE,
     "linear_num_value_heads": _SIZE,
+    "shared_intermediate_size": _SIZE,
+    "position_embedding_type": _TEXT,
+    "mamba_n_heads": _SIZE,
+    "mamba_n_groups": _SIZE,
+    "mamba_d_state": _SIZE,
+    "mamba_d_head": ("a whole number from 1 or 'auto'", lambda value: value == "auto" or is_whole(value)),
+    "mamba_d_conv": ("a whole number from 2", lambda value: is_whole(value, 2)),
+    "mamba_expand": _SIZE,
+    "mamba_conv_bias": _FLAG,
+    "mamba_d_ssm": _SIZE,
+    "mamba_norm_before_gate": _FLAG,
+    "mamba_rms_norm": _FLAG,
+    "projectors_bias": _FLAG,
+    "lm_head_multiplier": _NUMBER,
+    "mlp_multipliers": _NUMBERS,
+    "key_multiplier": _NUMBER,
+    "attention_out_multiplier": _NUMBER,
+    "attention_in_multiplier": _NUMBER,
+    "ssm_multipliers": _NUMBERS,
+    "ssm_in_multiplier": _NUMBER,
+    "ssm_out_multiplier": _NUMBER,
+    "mamba_proj_bias": _FLAG,
+    "time_step_limit": ("a list of two numbers, the least first", lambda value: limits(value) is not None),
+    "norm_eps": _NUMBER,
+    "conv_bias": _FLAG,
+    "conv_L_cache": ("a whole number from 2", lambda value: is_whole(value, 2)),
+    "full_attn_idxs": _LAYERS,
+    "block_auto_adjust_ff_dim": _FLAG,
+    "block_ffn_dim_multiplier": _NUMBER,
+    "block_multiple_of": _SIZE,
+    "block_ff_dim": _SIZE,
+    "tie_embedding": _FLAG,
     "rope_local_base_freq": _NUMBER,
     "mlp_only_layers": _LAYERS,
     "attention_k_eq_v": _FLAG,

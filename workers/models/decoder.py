@@ -22,6 +22,7 @@ from .layers import (
     TokenEmbeddings,
 )
 from .passes import Pass, alone
+from .scaled_weights import ScaledWeights
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -93,6 +94,7 @@ class Decoder:
 def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: torch.dtype) -> None:
     """How many of the layers' linears have weights of four or eight bits in memory."""
     mixers = [layer.attention for layer in layers]
+    mixers += [mixer.beside for mixer in mixers if isinstance(mixer, Attention) and mixer.beside is not None]
     linears = [mixer.qkv if isinstance(mixer, Attention) else mixer.inputs for mixer in mixers]
     linears += [mixer.output for mixer in mixers]
     linears += [
@@ -121,13 +123,14 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     """
     kernels = kernels or plain_kernels()
     config = sharding.config
+    checkpoint = checkpoint if config.scales is None else ScaledWeights(checkpoint, config)
     hidden, vocab, part = config.hidden_size, config.vocab_size, sharding.vocabulary
     embedding = checkpoint.take("model.embed_tokens.weight", (vocab, hidden), rows=part)
     inputs = load_layer_inputs(sharding, checkpoint)
     layers = tuple(load_layer(index, sharding, checkpoint, kernels, inputs) for index in range(config.num_layers))
     if kernels.quantised is not None:
         _log_bits(layers, kernels.quantised, embedding.dtype)
-    norm = load_norm("model.norm", hidden, sharding, checkpoint)
+    norm = load_norm(f"model.{config.family.final_norm}", hidden, sharding, checkpoint)
     if config.tie_word_embeddings and checkpoint.has_other_head():
         raise ValueError(
             "tie_word_embeddings = true, and lm_head.weight is not the embedding: false in config.json is needed, as "

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...adapters.adapter import NARROW_MODULES, SHARED_MODULES
+from ...adapters.adapter import EXPERT_MODULES, NARROW_MODULES, SHARED_MODULES, ExpertShape
 from ...kernels.experts import Routing
-from .family import Family
+from .family import ExpertNames, Family
 
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_KEYS = ("num_experts_per_tok", "moe_k")
+_TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_k")
 _STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 _DENSE_KEYS = ("first_k_dense_replace", "moe_layer_start_index")  # the first layers without experts
 _SHARED_KEYS = ("n_shared_experts", "moe_num_shared_experts")
@@ -27,11 +27,36 @@ class ExpertConfig:
     shared_intermediate_size: int | None  # of the expert that computes every row; None: there is none
     shared_is_gated: bool  # its output is weighted by a gate of its own
     layers: tuple[bool, ...]  # True: experts, False: a dense MLP
+    is_beside: bool = False  # layers with experts have a dense MLP too
+
+    def has_dense(self, layer: int) -> bool:
+        """Whether a layer has a dense MLP."""
+        return self.is_beside or not self.layers[layer]
 
     @property
     def top_k(self) -> int:
         """Experts that compute a row."""
         return self.routing.top_k
+
+    def routed_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of EXPERT_MODULES."""
+        width, gate, up, down = self.intermediate_size, *EXPERT_MODULES
+        return {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
+
+    def shape(self, names: ExpertNames) -> ExpertShape:
+        """What adapters of the experts must fit."""
+        layers = tuple(layer for layer, has_experts in enumerate(self.layers) if has_experts)
+        called = dict(zip(EXPERT_MODULES, (names.gate, names.up, names.down), strict=True))
+        return ExpertShape(
+            self.num_experts,
+            layers,
+            names.block,
+            called,
+            are_parameters=names.are_fused or names.are_parameters,
+            takes_turns=names.take_turns,
+            parameters=f"{names.mlp}.experts" if names.block else "experts",
+            swaps_sides=names.swaps_sides,
+        )
 
     def shared_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linears of the expert that computes every row, and of its gate."""
@@ -48,6 +73,11 @@ class ExpertConfig:
         """
         if family.experts is None:
             return None
+        if not values.get("enable_moe_block", True):
+            return None
+        for key in (*_COUNT_KEYS, *_TOP_KEYS, "moe_intermediate_size"):
+            if key in values and values[key] is None:
+                raise KeyError(key)
         num_experts, step = _first(values, _COUNT_KEYS), _first(values, _STEP_KEYS, 1)
         top_k, num_layers = _first(values, _TOP_KEYS), int(values["num_hidden_layers"])
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
@@ -62,7 +92,8 @@ class ExpertConfig:
         if not any(layers):
             return None
         if top_k > num_experts:
-            raise ValueError(f"num_experts_per_tok = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
+            key = next(key for key in _TOP_KEYS if key in values)
+            raise ValueError(f"{key} = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
         width = int(values.get("moe_intermediate_size", values["intermediate_size"]))
         routing = replace(
             family.routing,
@@ -80,6 +111,7 @@ class ExpertConfig:
             shared_intermediate_size=_shared_size(values, width),
             shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
+            is_beside=family.experts_beside,
         )
 
 

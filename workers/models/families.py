@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -58,6 +59,12 @@ _KV_HEADS = frozenset({"num_key_value_heads"})
 _QKV: dict[str, tuple[str, ...]] = {"self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj")}
 _GATE_UP: dict[str, tuple[str, ...]] = {"mlp.gate_up_proj": ("gate_proj", "up_proj")}
 
+_MULTIPLIERS: dict[str, Any] = {
+    "attention_multiplier": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
 _BIASES: dict[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 _COHERE = Family(
@@ -92,6 +99,17 @@ _DELTA: dict[str, Any] = {
     "linear_num_value_heads": 32,
 }
 _OLMO_MOE: dict[str, Any] = {"attention_bias": False, "norm_topk_prob": False}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_head": "auto",
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, math.inf],
+}
 _QWEN3_5 = Family(
     "qwen3_5",
     "qwen3_5_text",
@@ -103,6 +121,23 @@ _QWEN3_5 = Family(
     gated_attention=True,
     reads_wrapped=True,
 )
+
+_LFM2: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "intermediate_size": 12_288,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "tie_embedding": None,
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_multiple_of": 256,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": None,
+    "full_attn_idxs": None,
+    "layer_types": None,
+}
 
 FAMILIES = {
     "LlamaForCausalLM": Family("llama", "llama", COMMON | _BIASES),
@@ -176,13 +211,28 @@ FAMILIES = {
     "GraniteForCausalLM": Family(
         "granite",
         "granite",
+        COMMON | _BIASES | _MULTIPLIERS,
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        "granite_hybrid",
+        "granitemoehybrid",
         COMMON
-        | _BIASES
+        | _MULTIPLIERS
+        | _MAMBA
         | {
-            "attention_multiplier": 1.0,
-            "embedding_multiplier": 1.0,
-            "residual_multiplier": 1.0,
-            "logits_scaling": 1.0,
+            "attention_bias": False,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+            "layer_types": None,
+        },
+        recurrent="mamba",
+        fused={"shared_mlp.input_linear": ("gate_proj", "up_proj")},
+        paths={
+            "gate_proj": "shared_mlp.gate_proj",
+            "up_proj": "shared_mlp.up_proj",
+            "down_proj": "shared_mlp.output_linear",
         },
     ),
     "SmolLM3ForCausalLM": Family(
@@ -219,6 +269,35 @@ FAMILIES = {
         rope_kinds=("default", LONGROPE),
         fused=_QKV | _GATE_UP,
         rotated_share=1.0,
+    ),
+    "FalconH1ForCausalLM": Family(
+        "falcon_h1",
+        "falcon_h1",
+        COMMON
+        | _BIASES
+        | _MAMBA
+        | {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_d_ssm": 1024,
+            "mamba_norm_before_gate": True,
+            "mamba_rms_norm": False,
+            "projectors_bias": False,
+            "embedding_multiplier": 1.0,
+            "lm_head_multiplier": 1.0,
+            "mlp_multipliers": None,
+            "key_multiplier": 1.0,
+            "attention_out_multiplier": 1.0,
+            "attention_in_multiplier": 1.0,
+            "ssm_multipliers": None,
+            "ssm_in_multiplier": 1.0,
+            "ssm_out_multiplier": 1.0,
+        },
+        nullable=_KV_HEADS | {"mamba_d_ssm"},
+        mlp_norm="pre_ff_layernorm",
+        final_norm="final_layernorm",
+        recurrent="parallel_mamba",
+        paths={module: f"feed_forward.{module}" for module in ("gate_proj", "up_proj", "down_proj")},
     ),
     "Glm4ForCausalLM": Family(
         "glm4",
@@ -461,6 +540,24 @@ FAMILIES = {
         ),
         always_normalized=True,
     ),
+    "Lfm2ForCausalLM": Family(
+        "lfm2",
+        "lfm2",
+        _LFM2,
+        qk_norm=True,
+        attention_norm="operator_norm",
+        mlp_norm="ffn_norm",
+        head_norms=("q_layernorm", "k_layernorm"),
+        final_norm="embedding_norm",
+        rope_theta=1_000_000.0,
+        recurrent="short_convolution",
+        paths={
+            "o_proj": "self_attn.out_proj",
+            "gate_proj": "feed_forward.w1",
+            "up_proj": "feed_forward.w3",
+            "down_proj": "feed_forward.w2",
+        },
+    ),
     "GemmaForCausalLM": Family(
         "gemma",
         "gemma",
@@ -542,6 +639,15 @@ FAMILIES = {
         has_value_norm=True,
         attention_scale=1.0,
         has_layer_scalars=True,
+        experts=ExpertNames(
+            *("", "gate_proj", "up_proj", "down_proj"),
+            router="router.proj",
+            shared_gate="",
+            are_parameters=True,
+            factors="router.per_expert_scale",
+        ),
+        experts_beside=True,
+        always_normalized=True,
     ),
     "CohereForCausalLM": _COHERE,
     "Cohere2ForCausalLM": replace(

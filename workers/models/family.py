@@ -33,6 +33,12 @@ class ExpertNames:
     mlp: str = "mlp"  # the block of a layer with dense linears or experts, in the model
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")  # where all experts are in two tensors
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
+    factors: str = ""  # of the experts' weights, once chosen; empty: none
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names within a layer."""
+        return f"{self.block}." if self.block else ""
 
     @property
     def swaps_sides(self) -> bool:
@@ -40,7 +46,8 @@ class ExpertNames:
         return self.are_fused and not self.take_turns
 
 
-RecurrentRule = Literal["delta", "grouped_delta"]  # see `recurrent_config.py`
+# See `recurrent_config.py`. A rule that is parallel is beside attention, in all layers.
+RecurrentRule = Literal["delta", "grouped_delta", "short_convolution", "mamba", "parallel_mamba"]
 
 # Read by `rotary_config.py`. With `original_max_position_embeddings` transformers overrides that of the scaling.
 ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}) | {
@@ -73,6 +80,9 @@ class Family:
     attention_norm: str | None = "input_layernorm"  # name of the norm before attention; None: none
     mlp_norm: str | None = "post_attention_layernorm"  # of that before the MLP
     is_parallel: bool = False  # the MLP has the input that attention has
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of `qk_norm`
+    final_norm: str = "norm"
+    paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, of linears that other bases name otherwise
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
@@ -90,9 +100,10 @@ class Family:
     experts: ExpertNames | None = None  # None: the family has no experts
     routing: Routing = field(default_factory=Routing)  # what config.json does not say of it
     activations: Mapping[str, str] = field(default_factory=dict)  # what is computed where config.json names another
-    recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention; None: none has
+    recurrent: RecurrentRule | None = None  # of layers with a recurrent state in place of attention, or beside it
     gated_attention: bool = False  # q_proj gives each head's q and then a gate of attention's output
     reads_wrapped: bool = False  # it is also read from the files, and has the adapters, of one that takes pictures too
+    experts_beside: bool = False  # layers with experts have a dense MLP too: see `layers.ExpertsBeside`
     sizes_differ: bool = False  # between layers: see `layer_sizes.py`
     last_is_full: bool = False  # the last layer sees all tokens, whatever `layer_types` says
     has_value_norm: bool = False  # RMS norm without weights over each head of v
@@ -106,7 +117,7 @@ class Family:
 
     @property
     def norm_eps_key(self) -> str:
-        return "layer_norm_eps" if "layer_norm_eps" in self.defaults else "rms_norm_eps"
+        return next(key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps") if key in self.defaults)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from .layers import (
     Attention,
     DecoderLayer,
     ExpertMlp,
+    ExpertsBeside,
     GatedMlp,
     HeadNorm,
     LoraLinear,
@@ -24,7 +25,7 @@ from .layers import (
     SharedExpert,
     WideLinear,
 )
-from .recurrent_rules import load_rule
+from .recurrent_rules import load_group_norm, load_rule
 from .rotary_config import NO_ROTARY
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
@@ -41,12 +42,13 @@ def load_layer(
     loader, config = _LayerLoader(index, sharding, checkpoint, kernels), sharding.config
     assert config.residual_multiplier == 1.0 or config.family.post_norms is None
     has_experts = config.experts is not None and config.experts.layers[index]
+    is_beside = has_experts and config.family.experts_beside
     post_norms = config.family.post_norms or (None, None)
     loader.split_fused()
     return DecoderLayer(
         index,
-        loader.recurrent() if index in config.recurrent_layers else loader.attention(),
-        loader.experts() if has_experts else loader.mlp(),
+        loader.attention() if index in config.attention_layers else loader.recurrent(),
+        loader.experts() if has_experts and not is_beside else loader.mlp(),
         attention_norm=loader.norm(config.family.attention_norm),
         mlp_norm=loader.norm(config.family.mlp_norm),
         attention_post_norm=loader.norm(post_norms[0]),
@@ -54,6 +56,7 @@ def load_layer(
         norm_eps=residual_eps(config),
         centred_norms=config.family.centred_norms,
         is_parallel=config.family.is_parallel,
+        beside=loader.experts_beside() if is_beside else None,
         end=None if inputs is None else loader.input(inputs),
         scalar=loader.scalar(),
     )
@@ -83,6 +86,7 @@ class _LayerLoader:
         self.prefix = f"model.layers.{index}."
         self._index, self._sharding, self._checkpoint = index, sharding, checkpoint
         self._config, self._pack, self._pack_experts = sharding.config, kernels.pack_linear, kernels.pack_experts
+        self._path = sharding.config.shape.path
         self._float8, self._quantised = kernels.float8, kernels.quantised
         self._pack_layer = kernels.pack_linear if kernels.float8 is None else kernels.float8.pack
 
@@ -111,7 +115,7 @@ class _LayerLoader:
             parts |= dict.fromkeys(("k_proj", "v_proj"), (num_kv, kv))
         weights = self._qkv_weights(parts, hidden)
         biases = {
-            name: self._checkpoint.take(f"{self.prefix}self_attn.{name}.bias", (size,), rows=part)
+            name: self._checkpoint.take(f"{self.prefix}{self._path(name)}.bias", (size,), rows=part)
             for name, (size, part) in parts.items()
             if config.qkv_bias
         }
@@ -122,7 +126,7 @@ class _LayerLoader:
         bias, some = torch.cat([*biases.values()]) if biases else None, weights["q_proj"]
         return Attention(
             qkv=LoraLinear(self._packed([*weights.values()]), bias, self._places(*parts)),
-            output=self._row_linear("self_attn.o_proj", num_query, query, self._places("o_proj"), config.output_bias),
+            output=self._row_linear("o_proj", num_query, query, self._places("o_proj"), config.output_bias),
             head_norm=self._head_norm(has_kv, some.device if isinstance(some, torch.Tensor) else some.codes.device),
             num_heads=sharding.heads[1] - sharding.heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
@@ -134,13 +138,14 @@ class _LayerLoader:
             has_kv=has_kv,
             is_gated=config.family.gated_attention,
             sinks=self._sinks(),
+            beside=self.recurrent() if layer in config.recurrent_layers else None,
         )
 
     def _qkv_weights(self, parts: Mapping[str, tuple[int, Range]], hidden: int) -> dict[str, StoredWeight]:
         """`parts`: rows of each weight, and which of them are this worker's."""
         are_values = self._config.layer_sizes.keys_are_values[self._index]
         weights = {
-            name: self._stored(f"self_attn.{name}", hidden, size, part)
+            name: self._stored(self._path(name), hidden, size, part)
             for name, (size, part) in parts.items()
             if not (are_values and name == "v_proj")
         }
@@ -166,17 +171,21 @@ class _LayerLoader:
         assert config is not None
         *names, last = shape.recurrent_modules
         places = [shape.dense_modules.index(name) for name in (*names, last)]
-        rows = []
+        rows, biases = list[StoredWeight](), list[torch.Tensor]()
         for name in names:
-            weight, groups = self._stored(f"{config.block}.{name}", *shape.modules[name]), shape.output_groups.get(name)
+            weight, groups = self._stored(shape.path(name), *shape.modules[name]), shape.output_groups.get(name)
             outputs = [slice(*piece) if groups is None else groups.order(*piece) for piece in part.outputs[name]]
             rows += [_some_rows(weight, each) for each in outputs]
-        num_in = shape.modules[last][0]
+            if config.has_bias:
+                bias = self._checkpoint.take(f"{self.prefix}{shape.path(name)}.bias", (shape.modules[name][1],))
+                biases += [bias[each] for each in outputs]
+        num_in, at = shape.modules[last][0], (config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint)
         return RecurrentMixer(
-            LoraLinear(self._packed(rows), None, tuple(places[:-1])),
-            self._row_linear(f"{config.block}.{last}", num_in, part.inputs, tuple(places[-1:]), False),
-            load_rule(config, self._sharding, f"{self.prefix}{config.block}.", self._checkpoint),
+            LoraLinear(self._packed(rows), torch.cat(biases) if biases else None, tuple(places[:-1])),
+            self._row_linear(last, num_in, part.inputs, tuple(places[-1:]), config.output_has_bias),
+            load_rule(*at),
             self._config.recurrent_layers.index(self._index),
+            load_group_norm(*at),
         )
 
     def input(self, inputs: LayerInputs) -> LayerInput:
@@ -213,8 +222,8 @@ class _LayerLoader:
 
     def mlp(self) -> GatedMlp:
         config, part = self._config, self._sharding.intermediate_of(self._index)
-        block = "mlp" if config.family.experts is None else config.family.experts.mlp
-        names, width = (f"{block}.gate_proj", f"{block}.up_proj"), config.layer_sizes.intermediate_sizes[self._index]
+        width = config.layer_sizes.intermediate_sizes[self._index]
+        names = [self._path(name) for name in ("gate_proj", "up_proj")]
         biases = [
             self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part) for name in names if config.mlp_bias
         ]
@@ -223,7 +232,7 @@ class _LayerLoader:
             LoraLinear(
                 self._packed(weights), torch.cat(biases) if biases else None, self._places("gate_proj", "up_proj")
             ),
-            self._row_linear(f"{block}.down_proj", width, part, self._places("down_proj"), config.mlp_bias),
+            self._row_linear("down_proj", width, part, self._places("down_proj"), config.mlp_bias),
             config.activation,
         )
 
@@ -234,11 +243,11 @@ class _LayerLoader:
         hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
         if names.are_fused:
             gate_up, down = self._fused_experts(names)
-        elif f"{self.prefix}{names.block}.{names.stacked[0]}" in self._checkpoint:
+        elif f"{self.prefix}{names.prefix}{names.stacked[0]}" in self._checkpoint:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
-        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.take_turns else {}
+        router, biases = f"{names.prefix}{names.router}", self._expert_biases(names) if names.take_turns else {}
         return ExpertMlp(
             router=self._narrow(ROUTER, router, hidden, config.num_experts, biases.pop("router_bias", None)),
             gate_up=self._pack_experts(torch.stack(gate_up)),
@@ -248,7 +257,8 @@ class _LayerLoader:
             routing=config.routing,
             activation=self._config.activation,
             shared=self._shared_expert(names),
-            choice_bias=self._choice_bias(f"{names.block}.{names.bias}"),
+            choice_bias=self._choice_bias(f"{names.prefix}{names.bias}"),
+            factors=self._factors(names),
             **biases,
         )
 
@@ -260,7 +270,7 @@ class _LayerLoader:
         (first, stop), part = self._sharding.experts, self._sharding.expert_features
         gate_up, down = [], []
         for expert in range(config.num_experts):
-            path = f"{names.block}.experts.{expert}."
+            path = f"{names.prefix}experts.{expert}."
             if first <= expert < stop:
                 halves = [self._rows(path + name, hidden, width, part) for name in (names.gate, names.up)]
                 gate_up.append(torch.cat(halves))
@@ -278,7 +288,7 @@ class _LayerLoader:
         hidden, width = self._config.hidden_size, config.intermediate_size
         part = slice(*self._sharding.expert_features)
         gate_up, down = (
-            self._one_by_one(f"{names.block}.{name}", shape)
+            self._one_by_one(f"{names.prefix}{name}", shape)
             for name, shape in zip(names.stacked, ((2 * width, hidden), (hidden, width)), strict=True)
         )
         return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [
@@ -301,7 +311,7 @@ class _LayerLoader:
         hidden, width = self._config.hidden_size, config.intermediate_size
         part = slice(*self._sharding.expert_features)
         gate_up, down = (
-            self._one_by_one(f"{names.block}.experts.{name}", shape)
+            self._one_by_one(f"{names.prefix}experts.{name}", shape)
             for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
         )
         gate, up = (slice(0, None, 2), slice(1, None, 2)) if names.take_turns else (slice(width), slice(width, None))
@@ -323,6 +333,21 @@ class _LayerLoader:
             "down_bias": down if part.start == 0 else None,
         }
 
+    def experts_beside(self) -> ExpertsBeside:
+        config, names = self._config, ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2")
+        dense_post_norm, norm, post_norm = (self.norm(name) for name in (*names, "post_feedforward_layernorm_2"))
+        assert dense_post_norm is not None and norm is not None and post_norm is not None
+        router = self._checkpoint.take(f"{self.prefix}router.scale", (config.hidden_size,)).float()
+        norms = router * config.hidden_size**-0.5, norm, post_norm, dense_post_norm
+        return ExpertsBeside(self.experts(), *norms, config.norm_eps)
+
+    def _factors(self, names: ExpertNames) -> torch.Tensor | None:
+        config = self._config.experts
+        assert config is not None
+        if not names.factors:
+            return None
+        return self._checkpoint.take(f"{self.prefix}{names.factors}", (config.num_experts,)).float()
+
     def _choice_bias(self, name: str) -> torch.Tensor | None:
         config = self._config.experts
         assert config is not None
@@ -335,12 +360,12 @@ class _LayerLoader:
         config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
         if config is None or config.shared_intermediate_size is None:
             return None
-        path, width = f"{names.block}.{names.shared}", config.shared_intermediate_size
+        path, width = f"{names.prefix}{names.shared}", config.shared_intermediate_size
         gate_up = torch.cat([self._rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])
         down = self._columns(f"{path}.down_proj", width, hidden, part)
         gate = None
         if config.shared_is_gated:
-            gate = self._narrow(NARROW_MODULES[0], f"{names.block}.{names.shared_gate}", hidden, 1, None)
+            gate = self._narrow(NARROW_MODULES[0], f"{names.prefix}{names.shared_gate}", hidden, 1, None)
         places = self._places(*SHARED_MODULES)
         return SharedExpert(
             WideLinear(self._pack(gate_up), None, places[:2]), WideLinear(self._pack(down), None, places[2:]), gate
@@ -363,10 +388,11 @@ class _LayerLoader:
             return HeadNorm(ones, ones, config.norm_eps)
         dim, spans = config.layer_sizes.head_dims[layer], config.family.qk_norm_spans_heads
         kv_heads = config.layer_sizes.num_kv_heads[layer], self._sharding.kv_heads_of(layer)
-        heads = {"q": (config.num_heads, self._sharding.heads)} | ({"k": kv_heads} if has_kv else {})
+        of_q, of_k = config.family.head_norms
+        heads = {of_q: (config.num_heads, self._sharding.heads)} | ({of_k: kv_heads} if has_kv else {})
         norms = [
             load_norm(
-                f"{self.prefix}self_attn.{name}_norm",
+                f"{self.prefix}self_attn.{name}",
                 number * dim if spans else dim,
                 self._sharding,
                 self._checkpoint,
@@ -393,8 +419,10 @@ class _LayerLoader:
             return self._in_order(weight, name)
         return weight.rows(self._in_order(torch.arange(len(weight.codes), device=weight.codes.device), name))
 
-    def _row_linear(self, name: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool) -> LoraLinear:
-        hidden = self._config.hidden_size
+    def _row_linear(
+        self, module: str, num_in: int, part: Range, modules: tuple[int, ...], has_bias: bool
+    ) -> LoraLinear:
+        hidden, name = self._config.hidden_size, self._path(module)
         if self._float8 is None:
             packed = self._packed_columns(name, num_in, hidden, part)
         else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights

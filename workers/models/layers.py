@@ -137,6 +137,7 @@ class Attention:
     has_kv: bool = True  # False: the KV is that of a layer before it, and it computes q alone
     is_gated: bool = False  # before q there is a gate of the output
     sinks: torch.Tensor | None = None  # [num_heads] float32
+    beside: RecurrentMixer | None = None  # what reads the same input, and is added (Falcon-H1)
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
@@ -157,7 +158,24 @@ class Attention:
         attended = attended.flatten(1)
         if gate is not None:
             attended = kernels.multiply_gate(attended, gate)
-        return self.output(attended, layer, context)
+        y = self.output(attended, layer, context)
+        return y if self.beside is None else y + self.beside(x, layer, context)
+
+
+@dataclass(frozen=True)
+class GroupNorm:
+    """RMS norm over a group of which this worker has a part, as large as that of each other worker of the group."""
+
+    weight: torch.Tensor  # [this worker's columns]
+    eps: float
+    group: int
+    num_groups: int
+
+    def __call__(self, x: torch.Tensor, parallel: Parallel) -> torch.Tensor:
+        means = x.new_zeros(len(x), self.num_groups, dtype=torch.float32)
+        means[:, self.group] = x.float().square().mean(-1) * self.num_groups / parallel.degree
+        of_group = parallel.all_reduce(means)[:, self.group, None]
+        return scale_to_unit(x, of_group, self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -168,11 +186,14 @@ class RecurrentMixer:
     output: LoraLinear
     rule: Rule
     state_index: int  # among the layers with a recurrent state
+    norm: GroupNorm | None = None  # of what the rule gives, where the rule does not norm it itself
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         assert context.states is not None, "a step's states come with its rows"
         columns, place = self.inputs(x, layer, context), context.state_places[self.state_index]
         mixed = context.kernels.recur(columns, self.rule, context.pool, place, context.states)
+        if self.norm is not None:
+            mixed = self.norm(mixed, context.parallel)
         return self.output(mixed, layer, context)
 
 
@@ -213,6 +234,7 @@ class DecoderLayer:
     norm_eps: float
     centred_norms: bool = False  # those before the halves are layer norms
     is_parallel: bool = False  # the MLP has the input that attention has
+    beside: ExpertsBeside | None = None
     end: LayerEnd | None = None
     scalar: float = 1.0  # of the layer's output
 
@@ -227,6 +249,8 @@ class DecoderLayer:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
         x, residual = self._enter(x, residual, self.mlp_norm, kernels)
         x = yield self.mlp(first if self.is_parallel else x, self.index, context)
+        if self.beside is not None:
+            x = yield from self.beside(x, residual, self.index, context)
         if self.mlp_post_norm is not None:
             x = kernels.rms_norm(x, self.mlp_post_norm, self.norm_eps)
         if not self.is_whole:
@@ -289,11 +313,16 @@ class ExpertMlp:
     choice_bias: torch.Tensor | None = None  # [num_experts] float32, of the scores for the choice alone
     gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
     down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
+    factors: torch.Tensor | None = None  # [num_experts] float32, of the experts' weights
 
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, layer: int, context: ForwardContext, routed: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`routed`: what the router reads; None: x."""
         kernels, lora = context.kernels.experts, context.kernels.lora
         # Every worker chooses by itself; the same x gives the same choice.
-        chosen, weights = choose_experts(self.router(x, layer, context), self.routing, self.choice_bias)
+        scores = self.router(x if routed is None else routed, layer, context)
+        chosen, weights = choose_experts(scores, self.routing, self.choice_bias, self.factors)
         groups = kernels.group(chosen, weights, self.first, self.num_experts)
         adapters = None
         if context.expert_lora is not None:
@@ -313,3 +342,24 @@ class ExpertMlp:
         if self.shared is not None:
             y = y + self.shared(x, layer, self.activation, context)
         return y
+
+
+@dataclass(frozen=True)
+class ExpertsBeside:
+    """Experts beside a layer's dense MLP: both outputs are normed and added (Gemma 4). Both read the residual."""
+
+    experts: ExpertMlp
+    router_norm: torch.Tensor  # [hidden] float32
+    norm: torch.Tensor  # [hidden], of what the experts read
+    post_norm: torch.Tensor  # of their output
+    dense_post_norm: torch.Tensor  # of that of the dense MLP
+    eps: float
+
+    def __call__(
+        self, dense: torch.Tensor, residual: torch.Tensor, layer: int, context: ForwardContext
+    ) -> Pass[torch.Tensor]:
+        """`dense`: the output of the dense MLP."""
+        norm = context.kernels.rms_norm
+        routed, x = (norm(residual, weight, self.eps) for weight in (self.router_norm, self.norm))
+        y = yield self.experts(x, layer, context, routed)
+        return norm(dense, self.dense_post_norm, self.eps) + norm(y, self.post_norm, self.eps)

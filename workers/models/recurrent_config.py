@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...adapters.adapter import OutputGroups
+from .config_keys import limits
 from .family import Family
 from .sliding import recurrent_layers
 
@@ -38,6 +39,8 @@ class RecurrentConfig(ABC):
     layers: tuple[bool, ...]  # True: a recurrent state, False: attention
     kernel: int  # newest inputs that the convolution sees, a token's own included
     block: str  # of a layer, in names of tensors
+    has_bias: bool  # of the linears that give the rule's inputs
+    output_has_bias: bool  # of that of its results
 
     @property
     @abstractmethod
@@ -68,6 +71,10 @@ class RecurrentConfig(ABC):
     @abstractmethod
     def shared(self) -> Mapping[str, int]:
         """What the workers of a gang share evenly, by its name."""
+
+    def unsupported_degree(self, degree: int) -> str | None:
+        """What a gang of so many workers cannot share beside `shared`, and what it could; None: nothing."""
+        return None
 
     @abstractmethod
     def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
@@ -150,19 +157,154 @@ class DeltaConfig(RecurrentConfig):
         return RecurrentPart(outputs, share(values), heads, qkv)
 
 
+@dataclass(frozen=True)
+class ConvolutionConfig(RecurrentConfig):
+    """Gated short convolutions, which have no matrices."""
+
+    hidden: int
+
+    num_heads = head_size = norm_width = 0
+
+    @property
+    def num_channels(self) -> int:
+        return self.hidden
+
+    @property
+    def num_weights(self) -> int:
+        return self.hidden * (self.kernel + 5 * self.has_bias)
+
+    @property
+    def shared(self) -> Mapping[str, int]:
+        return {"channels of layers with a convolution": self.hidden}
+
+    def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"in_proj": (hidden, 3 * hidden), "out_proj": (hidden, hidden)}
+
+    def part(self, rank: int, degree: int) -> RecurrentPart:
+        part, hidden = self.hidden // degree, self.hidden
+        pieces = tuple((first + rank * part, first + (rank + 1) * part) for first in (0, hidden, 2 * hidden))
+        return RecurrentPart({"in_proj": pieces}, pieces[0], (0, 0), pieces[:1])
+
+
+@dataclass(frozen=True)
+class MambaConfig(RecurrentConfig):
+    """Mamba-2."""
+
+    num_state_heads: int
+    num_groups: int
+    head_dim: int
+    state_size: int
+    has_conv_bias: bool
+    step_limits: tuple[float, float]
+    has_norm: bool = True
+    gates_first: bool = True  # before the norm
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_state_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim * self.state_size
+
+    @property
+    def width(self) -> int:
+        """Of what the rule gives."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Over u, B and C."""
+        return self.width + 2 * self.num_groups * self.state_size
+
+    @property
+    def num_weights(self) -> int:
+        return self.num_channels * (self.kernel + self.has_conv_bias) + 3 * self.num_heads
+
+    @property
+    def norm_width(self) -> int:
+        return self.width if self.has_norm else 0
+
+    @property
+    def shared(self) -> Mapping[str, int]:
+        return {"heads of layers with a recurrent state": self.num_heads}
+
+    def unsupported_degree(self, degree: int) -> str | None:
+        if self.num_groups % degree and degree % self.num_groups:
+            return f"{self.num_groups} groups of a recurrent state: a divisor or a multiple is needed"
+        if self.norm_spans(degree) and not self.gates_first:
+            return f"{self.num_groups} groups of a recurrent state that are gated after their norm: a divisor is needed"
+        return None
+
+    def modules(self, hidden: int) -> dict[str, tuple[int, int]]:
+        return {"in_proj": (hidden, self.width + self.num_channels + self.num_heads), "out_proj": (self.width, hidden)}
+
+    def groups(self, rank: int, degree: int) -> Range:
+        """Those of a worker's heads. Where workers outnumber them, several workers have the same."""
+        first = rank * self.num_groups // degree
+        return first, first + max(1, self.num_groups // degree)
+
+    def norm_spans(self, degree: int) -> bool:
+        """Whether heads that are normed together are on several workers of a gang."""
+        return self.has_norm and degree > self.num_groups
+
+    def part(self, rank: int, degree: int) -> RecurrentPart:
+        width, size = self.width, self.state_size
+        heads = rank * self.num_heads // degree, (rank + 1) * self.num_heads // degree
+        results, states = _times(heads, self.head_dim), _times(self.groups(rank, degree), size)
+        firsts = (0, self.width, width + self.num_groups * size)
+        channels = tuple(_behind(first, each) for first, each in zip(firsts, (results, states, states), strict=True))
+        inputs = (results, *(_behind(width, each) for each in channels), _behind(width + self.num_channels, heads))
+        return RecurrentPart({"in_proj": inputs}, results, heads, channels)
+
+
+def _times(part: Range, factor: int) -> Range:
+    return part[0] * factor, part[1] * factor
+
+
+def _behind(first: int, part: Range) -> Range:
+    return first + part[0], first + part[1]
+
+
+def kinds_of_layers(family: Family) -> tuple[str, ...]:
+    """Entries of `layer_types` that are not of layers with attention, and other names of these."""
+    kinds: Mapping[str | None, tuple[str, ...]] = {
+        None: (),
+        "short_convolution": ("conv",),
+        "mamba": ("linear_attention", "mamba", "attention"),
+        "parallel_mamba": (),
+    }
+    return kinds.get(family.recurrent, ("linear_attention",))
+
+
 def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:
     """The layers with a recurrent state of a base whose family reads these keys; None: it has none.
 
     Raises ValueError for contradicting numbers.
     """
-    if family.recurrent is None or not any(layers := recurrent_layers(values)):
+    if family.recurrent is None:
+        return None
+    if family.recurrent == "parallel_mamba":
+        return _mamba(values, (True,) * values["num_hidden_layers"])
+    layers = recurrent_layers(values)
+    mamba = _mamba(values, layers) if family.recurrent == "mamba" else None  # transformers checks these numbers too
+    if not any(layers):
         return None
     if all(layers):
-        key = "layer_types" if values["layer_types"] else "full_attention_interval"
+        rules = () if values["layer_types"] else ("full_attn_idxs", "full_attention_interval")
+        key = next((key for key in rules if key in values), "layer_types")
         raise ValueError(
             f"{key} = {values[key]!r}: of num_hidden_layers = {len(layers)} at least one with attention is needed"
         )
-    return _delta(values, family, layers)
+    if family.recurrent == "short_convolution":
+        bias = values["conv_bias"]
+        return ConvolutionConfig(layers, values["conv_L_cache"], "conv", bias, bias, values["hidden_size"])
+    if values[family.activation_key] != "silu":
+        raise ValueError(
+            f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
+            "computed with 'silu' alone"
+        )
+    return mamba or _delta(values, family, layers)
 
 
 def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) -> DeltaConfig:
@@ -172,18 +314,45 @@ def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) 
             f"linear_num_value_heads = {num_value_heads}: a multiple of linear_num_key_heads = {num_key_heads} "
             "is needed"
         )
-    if values[family.activation_key] != "silu":
-        raise ValueError(
-            f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
-            "computed with 'silu' alone"
-        )
     return DeltaConfig(
         layers,
         values["linear_conv_kernel_dim"],
         "linear_attn",
+        False,
+        False,
         num_key_heads,
         num_value_heads,
         values["linear_key_head_dim"],
         values["linear_value_head_dim"],
         family.recurrent == "grouped_delta",
+    )
+
+
+def _mamba(values: Mapping[str, Any], layers: tuple[bool, ...]) -> MambaConfig:
+    num_heads, num_groups = values["mamba_n_heads"], values["mamba_n_groups"]
+    width = values.get("mamba_d_ssm") or values["mamba_expand"] * values["hidden_size"]
+    head_dim = width // num_heads if values["mamba_d_head"] == "auto" else values["mamba_d_head"]
+    if head_dim * num_heads != width:
+        raise ValueError(
+            f"mamba_n_heads = {num_heads} of mamba_d_head = {head_dim}: mamba_expand * hidden_size = {width} features "
+            "are needed"
+        )
+    if num_heads % num_groups:
+        raise ValueError(f"mamba_n_heads = {num_heads}: a multiple of mamba_n_groups = {num_groups} is needed")
+    step_limits = limits(values["time_step_limit"])
+    assert step_limits is not None
+    return MambaConfig(
+        layers,
+        values["mamba_d_conv"],
+        "mamba",
+        values["mamba_proj_bias"],
+        values.get("projectors_bias", values["mamba_proj_bias"]),
+        num_heads,
+        num_groups,
+        head_dim,
+        values["mamba_d_state"],
+        values["mamba_conv_bias"],
+        step_limits,
+        has_norm=values.get("mamba_rms_norm", True),
+        gates_first=not values.get("mamba_norm_before_gate", False),
     )

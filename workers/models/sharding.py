@@ -36,6 +36,8 @@ class ModelSharding:
         for label, count in shared.items():
             if count % degree:
                 raise ValueError(f"a gang of {degree} workers cannot share {count} {label}: a divisor is needed")
+        if config.recurrent is not None and (problem := config.recurrent.unsupported_degree(degree)):
+            raise ValueError(f"a gang of {degree} workers cannot share {problem}")
         for num_kv_heads in set(config.layer_sizes.num_kv_heads):
             if num_kv_heads % degree and degree % num_kv_heads:
                 raise ValueError(
@@ -189,7 +191,7 @@ class ModelSharding:
         if experts is None:
             return {"intermediate features": self.config.intermediate_size}
         counts = {"features of the shared expert": experts.shared_intermediate_size or 0}
-        if not all(experts.layers):
+        if any(map(experts.has_dense, range(self.config.num_layers))):
             counts["intermediate features"] = self.config.intermediate_size
         if self.expert_sharding == "tensor":
             counts["features of an expert"] = experts.intermediate_size

@@ -6,31 +6,36 @@ which is for older files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 Slides = Callable[[Mapping[str, Any], int], bool]  # values, layer
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
 _CHUNKED = {"chunked_attention": True, "full_attention": False}
-_RECURRENT = "linear_attention"
+RECURRENT_KINDS = ("linear_attention", "conv", "mamba")
 
 
 def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
     """For each layer of a base that has such ones whether it has a recurrent state in place of attention."""
-    kinds, interval = values["layer_types"], int(values["full_attention_interval"])
+    kinds, layers = values["layer_types"], range(values["num_hidden_layers"])
     if kinds:
-        return tuple(kind == _RECURRENT for kind in kinds)
-    return tuple((layer + 1) % interval != 0 for layer in range(values["num_hidden_layers"]))
+        return tuple(kind in RECURRENT_KINDS for kind in kinds)
+    if "full_attn_idxs" in values:
+        attend = values["full_attn_idxs"]
+        return tuple(attend is not None and layer not in attend for layer in layers)
+    if "full_attention_interval" not in values:
+        return (True,) * len(layers)
+    return tuple((layer + 1) % int(values["full_attention_interval"]) != 0 for layer in layers)
 
 
 def sliding_layers(
-    values: Mapping[str, Any], slides: Slides, *, recurrent: bool = False, last_is_full: bool = False
+    values: Mapping[str, Any], slides: Slides, *, extra_kinds: Collection[str] = (), last_is_full: bool = False
 ) -> tuple[bool, ...]:
     """For each layer whether it slides. Raises ValueError for `layer_types` that do not fit the layers.
 
-    `recurrent`: layers may have a recurrent state instead, and then do not slide. `last_is_full`: the last one sees all
-    tokens, whatever config.json says.
+    `extra_kinds`: those that the base may have beside these, and that do not slide. `last_is_full`: the last one sees
+    all tokens, whatever config.json says.
     """
     num_layers, kinds = values["num_hidden_layers"], values.get("layer_types")
     if not kinds:
@@ -38,7 +43,7 @@ def sliding_layers(
         kinds = [kind if slides(values, layer) else "full_attention" for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries: num_hidden_layers = {num_layers} needs as many")
-    accepted = {**_KINDS, _RECURRENT: False} if recurrent else _KINDS
+    accepted = {**_KINDS, **dict.fromkeys(extra_kinds, False)}
     if "attention_chunk_size" in values:
         accepted = _CHUNKED
     for kind in kinds:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -58,14 +59,16 @@ _log = logging.getLogger(__name__)
 # attended to; gate and up; their product. Of experts: their scores; the pairs' inputs, gates and ups, products and
 # outputs; the same of the expert that computes every row, and its gate. Of a layer with a recurrent state: its inputs,
 # and what comes of them. Of a layer with an input beside the residual: the embedding, what is projected of it, the
-# gate, both with the token's own, and their product.
+# gate, both with the token's own, and their product. The output of what is beside attention.
 RESIDUAL, NORMED, OUTPUT, QKV, ROTATED, ATTENDED, GATE_UP, INNER = range(8)
 SCORES, PAIRS, PAIRS_GATE_UP, PAIRS_INNER, PAIRS_OUTPUT = range(8, 13)
 SHARED_GATE_UP, SHARED_INNER, SHARED_OUTPUT, SHARED_GATE = range(13, 17)
 RECURRENT, MIXED = 17, 18
 PADDED_SCORES, PADDED_GATE = 19, 20  # what adapters add to scores and gates
 EMBEDDED, OWN, INPUT_GATE, JOINED, INPUT = range(21, 26)
-NUM_NAMES = 26
+ROUTED, EXPERTS = 26, 27  # of experts beside a dense MLP
+BESIDE = 28
+NUM_NAMES = 29
 
 
 def prepare_step(
@@ -120,8 +123,11 @@ def program_of(
         mixer, x = layer.attention, _input(layer.attention_norm)
         if isinstance(mixer, Attention):
             mixing = _attention(mixer, x, layer.index, rotary[layer.index], kv[mixer.kv_index])
+            if mixer.beside is not None:
+                beside = _recurrence(mixer.beside, x, layer.index, states[mixer.beside.state_index], BESIDE)
+                mixing = chain(beside, mixing, [Add(BESIDE, OUTPUT)])
         else:
-            mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index])
+            mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index], OUTPUT)
         widths = whole | _widths(layer, hidden)
         operations += [_named(each, widths, registers) for each in _layer(layer, mixing, is_added)]
         is_added = layer.is_whole
@@ -155,15 +161,17 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     """By register, of those that the layer has beside the residual's."""
     widths: dict[int, int] = {}
     mixer, mlp = layer.attention, layer.mlp
-    if isinstance(mixer, RecurrentMixer):
-        widths |= {RECURRENT: mixer.rule.width, MIXED: mixer.output.weight.num_in}
-    else:
+    recurrent = mixer if isinstance(mixer, RecurrentMixer) else mixer.beside
+    if recurrent is not None:
+        widths |= {RECURRENT: recurrent.rule.width, MIXED: recurrent.output.weight.num_in, BESIDE: hidden}
+    if isinstance(mixer, Attention):
         query = mixer.num_heads * mixer.head_dim
         widths |= {QKV: mixer.qkv.weight.num_out, ROTATED: query, ATTENDED: query}
     if isinstance(mlp, GatedMlp):
         widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
-    else:
-        assert isinstance(mlp, ExpertMlp)
+    if layer.beside is not None:
+        mlp, widths = layer.beside.experts, widths | {ROUTED: hidden, EXPERTS: hidden}
+    if isinstance(mlp, ExpertMlp):
         gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
         widths |= {SCORES: mlp.num_experts, PADDED_SCORES: mlp.router.padded_out}
         widths |= {PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
@@ -205,10 +213,10 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
     yield from _linear(attention.output, ATTENDED, OUTPUT, layer)
 
 
-def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState) -> Iterator[Operation]:
+def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState, to: int) -> Iterator[Operation]:
     yield from _linear(mixer.inputs, x, RECURRENT, layer)
     yield Recur(RECURRENT, MIXED, mixer.rule, state)
-    yield from _linear(mixer.output, MIXED, OUTPUT, layer)
+    yield from _linear(mixer.output, MIXED, to, layer)
 
 
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> Iterator[Operation]:
@@ -251,27 +259,39 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
         yield from _linear(mlp.gate_up, x, GATE_UP, layer.index)
         yield Gated(GATE_UP, INNER, mlp.activation)
         yield from _linear(mlp.down, INNER, OUTPUT, layer.index)
+        if (beside := layer.beside) is not None:
+            yield Norm(OUTPUT, 0, 1, beside.dense_post_norm, beside.eps)
+            yield AddNorm(RESIDUAL, None, ROUTED, beside.router_norm, beside.eps)
+            yield AddNorm(RESIDUAL, None, NORMED, beside.norm, beside.eps)
+            yield from _experts(beside.experts, layer, NORMED, ROUTED, EXPERTS)
+            yield Norm(EXPERTS, 0, 1, beside.post_norm, beside.eps)
+            yield Add(EXPERTS, OUTPUT)
         return
     assert isinstance(mlp, ExpertMlp)
+    yield from _experts(mlp, layer, x, x, OUTPUT)
+
+
+def _experts(mlp: ExpertMlp, layer: DecoderLayer, x: int, routed: int, to: int) -> Iterator[Operation]:
+    """`routed`: what the router reads."""
     hidden, inner = mlp.down.num_out, mlp.down.num_in
-    yield from _narrow(mlp.router, x, SCORES, PADDED_SCORES, layer.index)
-    yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias)
+    yield from _narrow(mlp.router, routed, SCORES, PADDED_SCORES, layer.index)
+    yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias, mlp.factors)
     yield TakePairs(x, PAIRS, mlp.routing.scales_inputs)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
     yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
     yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
     yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down, mlp.down_bias)
     yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
-    yield CombinePairs(PAIRS_OUTPUT, OUTPUT)
+    yield CombinePairs(PAIRS_OUTPUT, to)
     if (shared := mlp.shared) is not None:
         yield from _linear(shared.gate_up, x, SHARED_GATE_UP, layer.index)
         yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
         yield from _linear(shared.down, SHARED_INNER, SHARED_OUTPUT, layer.index)
         if shared.gate is None:
-            yield Add(SHARED_OUTPUT, OUTPUT)
+            yield Add(SHARED_OUTPUT, to)
         else:
             yield from _narrow(shared.gate, x, SHARED_GATE, PADDED_GATE, layer.index)
-            yield AddGated(SHARED_OUTPUT, SHARED_GATE, OUTPUT)
+            yield AddGated(SHARED_OUTPUT, SHARED_GATE, to)
 
 
 def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: int, num_out: int) -> AddExpertLora:
