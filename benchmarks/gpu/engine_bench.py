@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from motet.adapters.adapter import NARROW_MODULES
 from motet.adapters.format.tensor_file import Tensor
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.packing.packing import PAGE_DTYPES
@@ -144,11 +145,16 @@ class RandomWeights:
     def finish(self) -> None: ...
 
 
+def ranks_of(layout: AdapterLayout) -> dict[str, int]:
+    """Of adapters on all modules whose LoRA is recorded."""
+    return {module: RANK for module in layout.shape.modules if module not in NARROW_MODULES}
+
+
 class RandomStore(AdapterStore):
     """Packed adapters of random numbers seeded by their digests, in place of files."""
 
     def __init__(self, layout: AdapterLayout) -> None:
-        ranks = dict.fromkeys(layout.shape.modules, RANK)
+        ranks = ranks_of(layout)
         shape = (layout.num_pages(ranks), layout.shape.num_layers, layout.slab)
         values = np.random.default_rng(1).standard_normal(shape, np.float32) * 0.02
         self._pages = values.astype(PAGE_DTYPES[layout.dtype])
@@ -240,7 +246,7 @@ class Bench:
         `on_decode` is called after each step in which every sequence has decoded, with the number of such steps;
         `on_prompts` likewise after each step before all sequences have a token.
         """
-        size, modules = self._size, dict.fromkeys(self._layout.shape.modules, RANK)
+        size, modules = self._size, ranks_of(self._layout)
         generator = torch.Generator().manual_seed(num_adapters)
         received: dict[int, list[SequenceUpdate]] = {}
         self._num_rounds += 1

@@ -252,7 +252,7 @@ VARIANTS: Mapping[str, Variant] = {
     "glm4_moe": Variant(
         lambda: Glm4MoeConfig(
             **SHAPE,
-            head_dim=26,  # of which 13 are rotated: transformers rotates 14
+            head_dim=22,  # of which 11 are rotated: transformers rotates 12
             attention_bias=True,
             use_qk_norm=True,
             n_routed_experts=6,
