@@ -432,6 +432,7 @@ VARIANTS: Mapping[str, Variant] = {
             **SHAPE | {"tie_word_embeddings": True},
             **GRANITE_HYBRID,
             layer_types=["mamba", "attention", "attention"],
+            attention_multiplier=0.3,
             position_embedding_type="rope",
             mamba_n_heads=4,
             mamba_n_groups=2,
