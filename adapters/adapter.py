@@ -69,6 +69,8 @@ class ExpertShape:
     names: Mapping[str, str]  # by entry of EXPERT_MODULES
     are_parameters: bool = False  # of the layer, and no modules: `target_parameters` alone can name them
     takes_turns: bool = False  # outputs of the first parameter are those of gate and of up in turn
+    parameters: str = "mlp.experts"  # where a layer has the parameters of all experts, in the model
+    swaps_sides: bool = False  # PEFT takes these parameters' inputs for outputs (Llama 4)
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,11 @@ class PagedAttention(Protocol):
     """Causal attention of the batch's rows over their sequences' pages: `[num_rows, num_heads, head_dim]`.
 
     q `[num_rows, num_heads, head_dim]`, rotated; the KV of the rows themselves is in their pages already. `scale`
-    multiplies the scores. `window`, in tokens: a row at position p sees positions above p - window; None: all up to p.
-    `softcap`: a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2, arXiv 2408.00118, §2); None: scores are
-    not capped. `sinks` `[num_heads]` float32: a score of each head, neither scaled nor capped, that takes its share of
-    the softmax and has no value (attention sinks, arXiv 2309.17453, as gpt-oss learns them); None: there are none.
+    multiplies the scores. `window`, in tokens: a row at position p sees positions above p - window, or those of its
+    `windows.AttentionChunk`; None: all up to p. `softcap`: a scaled score s becomes softcap * tanh(s / softcap) (Gemma
+    2, arXiv 2408.00118, §2); None: scores are not capped. `sinks` `[num_heads]` float32: a score of each head, neither
+    scaled nor capped, that takes its share of the softmax and has no value (attention sinks, arXiv 2309.17453, as
+    gpt-oss learns them); None: there are none.
     What pages hold beyond a sequence's context, NaN included, has no influence. Nor has what lies before a window:
     before the first page of which a row sees a key, on a GPU 256 keys before that (they are read in tiles). There the
     list may have any valid page.

@@ -34,6 +34,7 @@ class Routing:
     top_groups: int = 1
     scale: float = 1.0  # of the weights
     eps: float = 0.0
+    scales_inputs: bool = False  # weights multiply the experts' inputs, not their outputs (Llama 4)
 
     @property
     def is_plain(self) -> bool:
@@ -51,7 +52,10 @@ def choose_experts(
     assert (bias is not None) == routing.has_bias, "a bias where the routing has one"
     logits = logits.float()
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
-    if routing.is_plain:
+    if routing.is_plain and routing.scoring == "sigmoid":  # which are equal where they are near 1
+        chosen = logits.topk(routing.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+    elif routing.is_plain:
         weights, chosen = scores.topk(routing.top_k, dim=-1)
     else:
         chosen = _open_to_choice(scores if bias is None else scores + bias, routing).topk(routing.top_k, dim=-1).indices

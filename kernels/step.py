@@ -154,10 +154,11 @@ class ChooseExperts:
 
 @dataclass(frozen=True)
 class TakePairs:
-    """to = the row of x of each pair."""
+    """to = the row of x of each pair. With `is_scaled` it is times the pair's weight, which is 1 then."""
 
     x: Register
     to: Register
+    is_scaled: bool = False
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ TEXT_PREFIX = "model."
 WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", TEXT_PREFIX)
 _VISION_NAME = re.compile(
     r"base_model\.model\.(?:model\.)?"
-    r"(?:vision_tower|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
+    r"(?:vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
 )
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)"

@@ -46,10 +46,10 @@ FUSED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "down_proj": ("down_proj",),
 }
-_PATH = "mlp.experts"  # of every family, Mixtral's included
+_PATH = "mlp.experts"  # of nearly every family, Mixtral's included; see `ExpertShape.parameters`
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
-    r"\.mlp\.experts(?P<inner>\.base_layer)?"
+    r"\.(?:mlp|feed_forward|block_sparse_moe)\.experts(?P<inner>\.base_layer)?"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 
@@ -90,7 +90,8 @@ def resolve_parameters(
     if not config.target_parameters:
         return {}
     layers = () if shape.experts is None else shape.experts.layers
-    keys = {f"model.layers.{layer}.{_PATH}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
+    path = _path(shape)
+    keys = {f"model.layers.{layer}.{path}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
     keys |= {f"model.layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
     valid_names = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
@@ -146,6 +147,8 @@ def check_fused_shape(
     assert shape.experts is not None
     num_experts = shape.experts.num_experts
     num_in, num_out = _sides(parameter, shape)
+    if shape.experts.swaps_sides:
+        num_in, num_out = num_out, num_in
     expected = (num_experts * target.rank, num_in) if letter == "A" else (num_out, target.rank * num_experts)
     if got != expected:
         raise AdapterInvalid(
@@ -165,12 +168,14 @@ def split_experts(
     takes_turns = shape.experts.takes_turns and len(names) > 1
     matrices_by_module = {}
     for expert in range(num_experts):
-        own_a = a[expert * target.rank : (expert + 1) * target.rank]
+        own_a, own_b = a[expert * target.rank : (expert + 1) * target.rank], by_expert[:, :, expert]
+        if shape.experts.swaps_sides:
+            own_a, own_b = own_b.T, own_a.T
         start = 0
         for place, name in enumerate(names):
             stop = start + shape.modules[f"experts.{name}"][1]
             rows = slice(place, None, len(names)) if takes_turns else slice(start, stop)
-            matrices = LoraMatrices(own_a, by_expert[rows, :, expert], target.scaling)
+            matrices = LoraMatrices(own_a, own_b[rows], target.scaling)
             matrices_by_module[layer, f"experts.{expert}.{name}"] = matrices
             start = stop
     return matrices_by_module
@@ -182,10 +187,14 @@ def _sides(parameter: str, shape: BaseShape) -> tuple[int, int]:
     return projections[0][0], sum(num_out for _, num_out in projections)
 
 
+def _path(shape: BaseShape) -> str:
+    return _PATH if shape.experts is None else shape.experts.parameters
+
+
 def _accepted(shape: BaseShape) -> str:
     if shape.experts is None:
         return "this base has no experts; name modules in target_modules"
-    accepted = ", ".join(f"{_PATH}.{name}" for name in FUSED_PARAMETERS)
+    accepted = ", ".join(f"{_path(shape)}.{name}" for name in FUSED_PARAMETERS)
     return f"{accepted} and {shape.path(ROUTER)}.weight are accepted; name other modules in target_modules"
 
 

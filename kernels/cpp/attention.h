@@ -46,9 +46,12 @@ struct AttentionCall {
     int64_t num_heads, num_kv_heads, dim, block_size;
     int64_t q_row_stride, q_head_stride, page_stride, v_offset, slot_stride;  // elements
     float scale;
-    int64_t window;      // 0: none
+    int64_t window;      // 0: none; below 0: chunks of as many tokens
     float softcap;       // 0: none
     const float* sinks;  // a score of each head that has no value; null: there are none
+
+    // Newest tokens that a row sees, itself included; 0: all.
+    int64_t reach(int64_t position) const { return window >= 0 ? window : position % -window + 1; }
 };
 
 // Tiles of 16 keys, transposed for products with queries: element d of all keys of a tile lies side by side.
@@ -182,8 +185,9 @@ template <class T>
 inline void weigh(const AttentionCall<T>& call, AttentionScratch<T>& s, int64_t query, Floats* scores, int num_tiles,
                   int64_t first_key, int64_t padded) {
     // The query sees the lanes `start(last) + 1` to `last` of a tile.
+    const int64_t reach = call.reach(s.position[query]);
     const auto start = [&](int64_t last) {
-        return call.window > 0 ? int32_t(std::clamp<int64_t>(last - call.window, -1, kLanes)) : -1;
+        return reach > 0 ? int32_t(std::clamp<int64_t>(last - reach, -1, kLanes)) : -1;
     };
     const int64_t last_of_first = s.position[query] - first_key;
     Floats best = broadcast(-INFINITY);
@@ -495,13 +499,14 @@ void attend_all(const AttentionCall<T>& call, int num_threads) {
     for (int64_t sequence = 0; sequence < call.num_sequences; sequence++) {
         const int64_t start = call.query_starts[sequence], end = call.query_starts[sequence + 1];
         const int64_t context = call.context_lens[sequence];
-        const int64_t seen = call.window > 0 ? std::min(call.window, context) : context;
+        const int64_t seen = call.window ? std::min(std::abs(call.window), context) : context;
         const bool is_near = 2 * seen * call.num_kv_heads * call.dim * int64_t(sizeof(T)) <= kNearKV;
         const int64_t heads = are_many && is_near && end - start <= block ? call.num_kv_heads : 1;
         for (int64_t kv_head = 0; kv_head < call.num_kv_heads; kv_head += heads)
             for (int64_t row = start; row < end; row += block) {
                 const int64_t stop = std::min(row + block, end), first_position = context - (end - row);
-                const int64_t first_key = call.window > 0 ? std::max<int64_t>(0, first_position - call.window + 1) : 0;
+                const int64_t reach = call.reach(first_position);
+                const int64_t first_key = reach > 0 ? std::max<int64_t>(0, first_position - reach + 1) : 0;
                 tasks.push_back({sequence, kv_head, kv_head + heads, row, stop, first_key, context - (end - stop)});
                 cost += cost_of(tasks.back());
             }

@@ -126,7 +126,12 @@ void route_row(const T* logits, int64_t num_experts, const Routing& routing, flo
         const float total = sum(totals);
         for (int64_t e = 0; e < num_experts; e++) scores[e] /= total;
     }
-    for (int64_t e = 0; e < num_experts; e++) choices[e] = scores[e] + (routing.bias ? routing.bias[e] : 0.0f);
+    if (routing.bias || !routing.is_sigmoid)
+        for (int64_t e = 0; e < num_experts; e++) choices[e] = scores[e] + (routing.bias ? routing.bias[e] : 0.0f);
+    else if (routing.num_groups > 1)
+        std::copy(scores, scores + num_experts, choices);
+    else  // sigmoids near 1 are equal
+        each([&](int64_t i, int32_t count) { store(choices + i, load(logits + i, count)); });
     if (routing.num_groups > 1) close_groups(choices, num_experts, routing.num_groups, routing.top_groups, sums);
     float total = routing.eps;
     for (int64_t j = 0; j < routing.top_k; j++) {
@@ -181,6 +186,20 @@ void take_pairs(const ExpertPairs& pairs, const T* x, int64_t width, T* to, int 
         for (int64_t i = start; i < end; i++)
             std::memcpy(to + i * width, x + pairs.rows[size_t(i)] * width, size_t(width) * sizeof(T));
     });
+}
+
+// The row of each pair, times the pair's weight, which is 1 from then on.
+template <class T>
+void take_scaled(ExpertPairs& pairs, const T* x, int64_t width, T* to, int num_threads) {
+    share_rows(int64_t(pairs.rows.size()), width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t i = start; i < end; i++) {
+            const T* row = x + pairs.rows[size_t(i)] * width;
+            const Floats weight = rounded<T>(broadcast(pairs.weights[size_t(i)]));
+            for (int64_t k = 0; k < width; k += kLanes)
+                store(to + i * width + k, load(row + k, width - k) * weight, width - k);
+        }
+    });
+    std::fill(pairs.weights.begin(), pairs.weights.end(), 1.0f);
 }
 
 // The weighted sum of each row's pairs.

@@ -98,7 +98,7 @@ struct StepOperation {
             const float* bias;  // null: none
         } choose_experts;
         struct {
-            int64_t width;
+            int64_t width, is_scaled;
         } pairs;  // taken or combined
         struct {
             int64_t width;
@@ -199,6 +199,7 @@ class Step {
             case StepKind::kChooseExperts:
                 return choose(op);
             case StepKind::kTakePairs:
+                if (op.pairs.is_scaled) return take_scaled(pairs, of(op.x), op.pairs.width, of(op.to), num_threads);
                 return take_pairs(pairs, of(op.x), op.pairs.width, of(op.to), num_threads);
             case StepKind::kExpertLinear:
                 return multiply_pairs(op);

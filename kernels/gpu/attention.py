@@ -16,6 +16,7 @@ import torch
 from ..attention import AttentionBatch, DerivedFromBatches
 from ..float8_kv import SCALE_BYTES, Float8KV
 from ..staging import staged
+from ..windows import window_kind
 from .attention_device import chunk_kernel
 from .decode import Decodes, DecodeTuning
 from .kv_device import write_kv_kernel
@@ -155,7 +156,7 @@ class TritonAttention:
             scale_in, scale_out = 2 * _LOG2_E * scale / softcap, softcap * _LOG2_E
         head_dim = q.shape[2]
         shared: dict[str, Any] = {
-            "WINDOW": window is not None,
+            "WINDOW": window_kind(window),
             "SOFTCAP": softcap is not None,
             "GROUP": q.shape[1] // kv.shape[3],
             "HEAD_DIM": head_dim,

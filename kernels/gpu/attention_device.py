@@ -167,7 +167,10 @@ def chunk_kernel(
     high = position + tl.minimum(token, num_rows - 1) + 1
     low = tl.zeros((BLOCK_ROWS,), tl.int32)
     end, begin = position + num_rows, 0
-    if WINDOW:
+    if WINDOW == 2:  # chunks
+        low = (high - 1) // window * window
+        begin = position // window * window // BLOCK * BLOCK
+    elif WINDOW:
         low = tl.maximum(high - window, 0)
         begin = tl.maximum(position + 1 - window, 0) // BLOCK * BLOCK
     table = pages + tl.load(page_starts + sequence)

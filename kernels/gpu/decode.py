@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..attention import AttentionBatch
+from ..windows import window_kind
 from .decode_device import SPLITS_OF_ITEM, combine_kernel, decode_kernel, split_kernel
 from .tile_sizes import keys_of_tile, next_power_of_2
 
@@ -138,7 +139,7 @@ class Decodes:
             self.num,
             window or 0,
             room,
-            WINDOW=window is not None,
+            WINDOW=window_kind(window),
             KEYS=split_keys,
             BLOCK=block,
             AT_ONCE=_DECODES_AT_ONCE,

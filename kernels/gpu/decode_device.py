@@ -19,7 +19,9 @@ SPLITS_OF_ITEM = tl.constexpr(128)
 def _seen(length, window, WINDOW: tl.constexpr):
     """The first key that the newest row of a sequence sees."""
     first = length * 0
-    if WINDOW:
+    if WINDOW == 2:  # chunks; of padding, which has no tokens, the first key is 0
+        first = tl.maximum(length - 1, 0) // window * window
+    elif WINDOW:
         first = tl.maximum(length - window, 0)
     return first
 

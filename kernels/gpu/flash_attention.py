@@ -17,6 +17,7 @@ import torch
 
 from ..attention import AttentionBatch, DerivedFromBatches, PagedAttention, page_table
 from ..staging import staged
+from ..windows import AttentionChunk
 
 PACKAGES = ("vllm.vllm_flash_attn", "vllm_flash_attn")
 _PAGE_MULTIPLE = 16  # tokens: FlashAttention 2 takes pages of a multiple of this
@@ -92,7 +93,13 @@ class FlashAttention:
     ) -> torch.Tensor:
         """See `attention.PagedAttention`. Version 2 computes no sinks, so that none are given to the package."""
         block_size, version = kv.shape[2], self._package.version_for(q.shape[2])
-        if q.dtype == torch.float32 or version is None or block_size % _PAGE_MULTIPLE or sinks is not None:
+        if (
+            q.dtype == torch.float32
+            or version is None
+            or block_size % _PAGE_MULTIPLE
+            or sinks is not None
+            or isinstance(window, AttentionChunk)
+        ):
             return self._otherwise(q, kv, batch, scale, window, softcap, sinks)
         lengths = self._lengths.of(batch, lambda: _lengths(batch))
         return self._package.attend(

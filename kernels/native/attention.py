@@ -10,6 +10,7 @@ import torch
 
 from ..attention import AttentionBatch, DerivedFromBatches
 from ..plain import attention as plain_attention
+from ..windows import as_number
 from .build import kernel
 
 log = logging.getLogger(__name__)
@@ -107,7 +108,7 @@ class NativeAttention:
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (num_heads,) and sinks.is_contiguous())
         host, out = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         shape = (len(host.page_starts), num_heads, num_kv_heads, head_dim, block_size)
-        sizes = (ctypes.c_int64 * 11)(*shape, *q.stride()[:2], *kv.stride()[:3], window or 0)
+        sizes = (ctypes.c_int64 * 11)(*shape, *q.stride()[:2], *kv.stride()[:3], as_number(window))
         self._attend(
             q.data_ptr(),
             out.data_ptr(),

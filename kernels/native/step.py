@@ -39,6 +39,7 @@ from ..step import (
     TakePairs,
     WriteKV,
 )
+from ..windows import as_number
 from .attention import MOST_DIMS, MOST_GROUPED, HostBatch
 from .build import kernel
 from .experts import PackedExperts
@@ -246,7 +247,14 @@ class NativeStep:
     @_fields.register
     def _(self, op: Attend) -> list[int]:
         heads, kv = op.heads, op.kv
-        sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim, *kv.stride()[:3], kv.shape[2], op.window or 0)
+        sizes = (
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            *kv.stride()[:3],
+            kv.shape[2],
+            as_number(op.window),
+        )
         sinks = 0 if op.sinks is None else self._address(op.sinks.float())
         return [self._kv_address(kv), *sizes, float_bits(op.scale), float_bits(op.softcap or 0.0), sinks]
 
@@ -273,7 +281,7 @@ class NativeStep:
     @_fields.register
     def _(self, op: TakePairs) -> list[int]:
         assert self._width(op.to) % self._width(op.x) == 0, "a pair is as wide as its row"
-        return [self._width(op.x)]
+        return [self._width(op.x), op.is_scaled]
 
     @_fields.register
     def _(self, op: CombinePairs) -> list[int]:

@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..attention import AttentionBatch, page_table
+from ..windows import AttentionChunk, reach_of
 
 
 def write_kv(
@@ -61,11 +62,13 @@ def attend_pages(
             decodes.append(sequence)
             continue
         # Pages before those that the first row sees may hold anything.
-        skipped = 0 if window is None else max(0, context_len - (end - start) + 1 - window) // block_size
+        first = context_len - (end - start)
+        skipped = 0 if window is None else max(0, first + 1 - reach_of(window, first)) // block_size
         first_page = int(batch.page_starts[sequence])
         pages = batch.pages[first_page + skipped : first_page - (-context_len // block_size)]
         seen_len = context_len - skipped * block_size
-        out[start:end] = _attend_chunk(q[start:end], read(pages), seen_len, scale, window, softcap, sinks)
+        rows, before = q[start:end], skipped * block_size
+        out[start:end] = _attend_chunk(rows, read(pages), seen_len, before, scale, window, softcap, sinks)
     for group in _by_length(decodes, batch.context_lens):
         rows = torch.tensor([batch.query_starts[sequence] for sequence in group], device=q.device)
         num_pages = -(-max(batch.context_lens[sequence] for sequence in group) // block_size)
@@ -105,12 +108,16 @@ def _attend_chunk(
     q: torch.Tensor,
     pages: torch.Tensor,
     context_len: int,
+    num_before: int,
     scale: float,
     window: int | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of q `[n, heads, dim]`, the last n rows of a context in `pages` `[p, 2, block, kv_heads, dim]`."""
+    """Attention of q `[n, heads, dim]`, the last n rows of a context in `pages` `[p, 2, block, kv_heads, dim]`.
+
+    `num_before`: tokens of the sequence before these pages.
+    """
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = pages.shape[3]
     group = num_heads // num_kv_heads
@@ -118,7 +125,9 @@ def _attend_chunk(
     position = torch.arange(context_len - num_rows, context_len, device=q.device).unsqueeze(1)
     key = torch.arange(context_len, device=q.device).unsqueeze(0)
     seen = key <= position
-    if window is not None:
+    if isinstance(window, AttentionChunk):
+        seen &= (key + num_before) // window == (position + num_before) // window
+    elif window is not None:
         seen &= key > position - window
     grouped = q.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
     if sinks is not None:
@@ -146,7 +155,9 @@ def _attend_decodes(
     k, v = (pages[:, :, i].flatten(1, 2).transpose(1, 2) for i in (0, 1))  # [n, kv_heads, p * block, dim]
     key = torch.arange(k.shape[2], device=q.device).unsqueeze(0)
     seen = key < lengths.unsqueeze(1)
-    if window is not None:
+    if isinstance(window, AttentionChunk):
+        seen &= key // window == ((lengths - 1) // window).unsqueeze(1)
+    elif window is not None:
         seen &= key >= (lengths - window).unsqueeze(1)
     # Beyond a sequence's end and before its window pages may hold NaN, and a weight of zero times NaN is NaN.
     hidden = ~seen[:, None, :, None]

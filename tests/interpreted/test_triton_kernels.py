@@ -20,6 +20,7 @@ from motet.kernels.gpu.lora import LoraTuning, TritonLora
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.plain import attention as plain_attention
 from motet.kernels.plain.lora import PlainLora
+from motet.kernels.windows import AttentionChunk
 from motet.workers.execution.device_rows import make_inputs
 from motet.workers.models.rotary import rotary_table
 from motet.workers.models.rotary_config import RotaryConfig
@@ -63,7 +64,7 @@ def paged(
     group=st.integers(1, 8),
     num_kv_heads=st.integers(1, 3),
     block_size=st.sampled_from([4, 16, 32]),
-    window=st.one_of(st.none(), st.integers(1, 60)),
+    window=st.one_of(st.none(), st.integers(1, 60), st.integers(1, 60).map(AttentionChunk)),
     softcap=st.one_of(st.none(), st.just(30.0)),
     seed=st.integers(0, 2**20),
 )

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.kernels.plain.attention import paged_attention, write_kv
+from motet.kernels.windows import AttentionChunk
 from motet.tests.rigs.given_back import poison_before_window
 from motet.workers.execution.device_rows import make_inputs
 from motet.workers.models.rotary import rotary_table
@@ -38,7 +39,11 @@ def dense(
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(len(k) - num_rows, len(k)).unsqueeze(1)
     key = torch.arange(len(k)).unsqueeze(0)
-    hidden = (key > position) | (key <= position - window if window is not None else torch.tensor(False))
+    hidden = key > position
+    if isinstance(window, AttentionChunk):
+        hidden |= key.div(window, rounding_mode="floor") < position.div(window, rounding_mode="floor")
+    elif window is not None:
+        hidden |= key <= position - window
     weights = scores.masked_fill(hidden, -torch.inf).exp()
     total = weights.sum(-1) if sinks is None else weights.sum(-1) + sinks.exp().unsqueeze(1)
     return torch.einsum("hqk,khd->qhd", weights / total.unsqueeze(-1), v)
@@ -58,7 +63,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 @settings(deadline=None, max_examples=25)
 @given(
     sequences=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=8),
-    window=st.one_of(st.none(), st.integers(1, 30)),
+    window=st.one_of(st.none(), st.integers(1, 30), st.integers(1, 30).map(AttentionChunk)),
     softcap=st.sampled_from([None, 0.5, 5.0]),
     sink=st.sampled_from([None, -3.0, 2.0]),
     seed=st.integers(0, 2**20),

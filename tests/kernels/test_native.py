@@ -23,6 +23,7 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import FastKernelsUnavailable, Kernels, choose_kernels
 from motet.kernels.native.build import COMPILERS, NativeUnavailable, load_library
 from motet.kernels.plain import attention as plain_attention
+from motet.kernels.windows import AttentionChunk
 from motet.tests.rigs.given_back import poison_before_window
 from motet.tests.rigs.native_builds import DTYPES, EXAMPLES, HERE, TOLERANCE, close, load_build
 from motet.workers.execution.device_rows import make_inputs
@@ -43,7 +44,7 @@ ACTIVATIONS: tuple[norms.Activation, ...] = (*norms.ACTIVATIONS, norms.ClampedSw
     group=st.integers(1, 8),
     num_kv_heads=st.integers(1, 3),
     block_size=st.sampled_from([4, 16, 32]),
-    window=st.one_of(st.none(), st.integers(1, 60)),
+    window=st.one_of(st.none(), st.integers(1, 60), st.integers(1, 60).map(AttentionChunk)),
     softcap=st.one_of(st.none(), st.just(30.0)),
     seed=st.integers(0, 2**20),
 )

@@ -27,6 +27,11 @@ _RECURRENT: Final[Mapping[str | None, tuple[str, ...]]] = {
 }
 _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+_DENSE_KEYS: Final = {"first_k_dense_replace", "mlp_only_layers", "intermediate_size_mlp", "moe_layer_start_index"}
+_SHARED_KEYS: Final = {"n_shared_experts", "moe_num_shared_experts", "intermediate_size_mlp"} | {
+    "shared_expert_intermediate_size"
+}
+
 
 def made_page(page: str) -> str:
     """The page as it should be."""
@@ -61,9 +66,9 @@ def _lora_of_experts(family: Family) -> str:
     parts = ["gate, up, down of each expert"]
     if family.experts.are_fused:
         parts = ["gate_up, down of all experts (`target_parameters`)"]
-    if {"first_k_dense_replace", "mlp_only_layers"} & family.defaults.keys():
+    if _DENSE_KEYS & family.defaults.keys():
         parts.append("of dense layers")
-    if {"n_shared_experts", "shared_expert_intermediate_size"} & family.defaults.keys():
+    if _SHARED_KEYS & family.defaults.keys():
         parts.append("of the shared expert" + (" and its gate" if family.experts.shared_gate else ""))
     return f"{', '.join(attention)}, {', '.join(parts)}, and the router"
 

@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Cohere2Config,
     CohereConfig,
+    Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
     FalconH1Config,
@@ -39,8 +40,11 @@ from transformers import (
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
+    GraniteMoeConfig,
     GraniteMoeHybridConfig,
     Lfm2Config,
+    Llama4Config,
+    Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
     Ministral3Config,
@@ -247,7 +251,7 @@ VARIANTS: Mapping[str, Variant] = {
     "glm4_moe": Variant(
         lambda: Glm4MoeConfig(
             **SHAPE,
-            head_dim=24,
+            head_dim=22,
             attention_bias=True,
             use_qk_norm=True,
             n_routed_experts=6,
@@ -266,6 +270,40 @@ VARIANTS: Mapping[str, Variant] = {
             num_local_experts=6,
             num_experts_per_tok=2,
             rope_parameters={"rope_type": "default", "rope_theta": 20_000.0, "partial_rotary_factor": 0.5},
+        )
+    ),
+    "ernie4_5_moe": Variant(
+        lambda: Ernie4_5_MoeConfig(
+            **SHAPE | {"tie_word_embeddings": True},
+            head_dim=20,
+            moe_num_experts=5,
+            moe_k=2,
+            moe_intermediate_size=24,
+            moe_num_shared_experts=2,
+        )
+    ),
+    "granitemoe": Variant(
+        lambda: GraniteMoeConfig(
+            **SHAPE | {"intermediate_size": 40},
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            embedding_multiplier=3.0,
+            residual_multiplier=0.4,
+            attention_multiplier=0.2,
+            logits_scaling=1.6,
+        )
+    ),
+    "llama4": Variant(
+        lambda: Llama4TextConfig(
+            **SHAPE | {"intermediate_size": 40},
+            head_dim=24,
+            intermediate_size_mlp=56,
+            num_local_experts=4,
+            moe_layers=[0, 2],
+            no_rope_layers=[1, 0, 1],
+            attention_chunk_size=10,
+            floor_scale=8,
+            attn_scale=0.3,
         )
     ),
     "gpt_oss": Variant(
@@ -588,6 +626,29 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         vision_config={**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         tie_word_embeddings=True,
         **QWEN_TOKENS,
+    ),
+    "llama4_vision": lambda: Llama4Config(
+        text_config={
+            **WRAPPED_TEXT,
+            "intermediate_size": 40,
+            "head_dim": 16,
+            "intermediate_size_mlp": 56,
+            "num_local_experts": 3,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layers": [1, 0],
+            "attention_chunk_size": 12,
+            "tie_word_embeddings": False,
+        },
+        vision_config={
+            **SIGLIP,
+            "intermediate_size": 64,
+            "vision_output_dim": 24,
+            "projector_input_dim": 24,
+            "projector_output_dim": 24,
+        },
+        image_token_index=152,
+        boi_token_index=150,
+        eoi_token_index=151,
     ),
     "ministral3_vision": lambda: Mistral3Config(
         text_config={

@@ -117,6 +117,8 @@ def _transformers(path: Path) -> torch.Tensor | None:
         )
         if info["missing_keys"] or info["unexpected_keys"] or info["mismatched_keys"]:
             return None
+        if model.config.model_type == "llama4":  # the whole model raises without a picture
+            model = model.language_model
         with torch.inference_mode():
             logits: torch.Tensor = model.eval()(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
         return logits

@@ -32,6 +32,11 @@ BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
 ROUTER = "gate.weight"
+BLOCKS = {  # where models have their experts, and the router's weight
+    "gpt_oss": ("mlp.", "router.weight"),
+    "llama4": ("feed_forward.", "router.weight"),
+    "granitemoe": ("block_sparse_moe.", "router.weight"),
+}
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH = {"r": 3, "lora_alpha": 6, "target_parameters": [GATE_UP, DOWN]}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -72,8 +77,12 @@ def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) ->
         options: dict[str, Any] = {"r": 2, "lora_alpha": 4, "target_modules": ["q_proj", *names]}
     else:
         options = RECIPES[recipe]
-        if options.get("target_parameters") == [ROUTER] and "gpt_oss" in str(model_path):
-            options = {**options, "target_parameters": ["router.weight"]}
+        block, router = BLOCKS.get(model_path.parent.name[:-1], ("mlp.", ROUTER))
+        named = [name.replace(ROUTER, router).replace("mlp.", block) for name in options.get("target_parameters", ())]
+        options = {**options, "target_parameters": named or None}
+        if recipe == "all_linear" and block == "feed_forward.":
+            # PEFT takes the router of Llama 4 for a linear, and cannot compute it.
+            options["exclude_modules"] = ["router"]
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
     generator = torch.Generator().manual_seed(len(recipe))
@@ -113,7 +122,10 @@ class Case:
 
 @pytest.fixture(
     scope="module",
-    params=["mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"],
+    params=[
+        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"),
+        *("llama4", "granitemoe", "ernie4_5_moe"),
+    ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)

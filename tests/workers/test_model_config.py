@@ -15,6 +15,7 @@ from transformers import GptOssConfig, Ministral3Config, Olmo3Config, PreTrained
 
 from motet.adapters.adapter import EXPERT_MODULES, MODULES, SHARED_MODULES
 from motet.kernels.norms import ACTIVATIONS
+from motet.kernels.windows import AttentionChunk
 from motet.tests.rigs.oracle import write_model
 from motet.workers.config import ExpertSharding
 from motet.workers.models.config import ModelConfig, sampling_defaults
@@ -54,6 +55,14 @@ WIDE = {"max_position_embeddings": 8192}
 GLM_MOE: dict[str, Any] = {
     **{"architectures": ["Glm4MoeForCausalLM"], "n_routed_experts": 4, "num_experts_per_tok": 2},
     **{"moe_intermediate_size": 6, "n_shared_experts": 2, "num_hidden_layers": 3, "head_dim": 4},
+}
+LLAMA4: dict[str, Any] = {
+    **{"architectures": ["Llama4ForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [0, 2]},
+    **{"num_hidden_layers": 3, "head_dim": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 20},
+}
+ERNIE_MOE: dict[str, Any] = {
+    **{"architectures": ["Ernie4_5_MoeForCausalLM"], "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 6},
+    **{"num_hidden_layers": 3, "moe_layer_end_index": 1},
 }
 QWEN3_5: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], "full_attention_interval": 2}
 
@@ -225,6 +234,11 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path, changes: dict[str, A
         ({"architectures": ["Qwen2MoeForCausalLM"], **EXPERTS, "mlp_only_layers": [1]}, (0,), (6, 10)),
         ({"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "decoder_sparse_step": 2}, (1,), (6, None)),
         (GLM_MOE, (1, 2), (6, 12)),
+        (LLAMA4, (0, 2), (12, 12)),
+        (ERNIE_MOE, (1,), (6, 12)),
+        (ERNIE_MOE | {"moe_layer_start_index": 0, "moe_layer_end_index": -1}, (0, 1, 2), (6, 12)),
+        (ERNIE_MOE | {"moe_num_shared_experts": 0, "moe_layer_interval": 2}, (1,), (6, None)),
+        (LLAMA4 | {"moe_layers": None, "interleave_moe_layer_step": 2}, (1,), (12, 12)),
     ],
 )
 def test_layers_with_experts(
@@ -387,6 +401,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 8, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "attention_dropout": 0.0},
         "moe_intermediate_size": 8,
     },
+    "ERNIE-4.5-21B-A3B": {
+        **{"architectures": ["Ernie4_5_MoeForCausalLM"], "model_type": "ernie4_5_moe", "moe_gate": "topk", "moe_k": 6},
+        **{"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 27},
+        **{"moe_layer_interval": 1, "moe_capacity": [64, 64, 64], "moe_use_aux_free": True, "use_bias": False},
+        **{"moe_intermediate_size": 8, "rope_theta": 500000, "tie_word_embeddings": True},
+    },
+    "Granite 3.1 MoE": {
+        **{"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22, "num_local_experts": 40},
+        **{"num_experts_per_tok": 8, "output_router_logits": False, "rope_scaling": None, "tie_word_embeddings": True},
+    },
+    "Llama 4 Scout": {
+        **{
+            "architectures": ["Llama4ForCausalLM"],
+            "model_type": "llama4_text",
+            "head_dim": 8,
+            "for_llm_compressor": False,
+        },
+        **{"attention_chunk_size": 8192, "attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192},
+        **{"interleave_moe_layer_step": 1, "intermediate_size_mlp": 16, "moe_layers": [0, 1], "no_rope_layers": [1, 0]},
+        **{"num_local_experts": 16, "num_experts_per_tok": 1, "use_qk_norm": True, "output_router_logits": False},
+        "layer_types": ["chunked_attention", "full_attention"],
+        "rope_scaling": {
+            **{"factor": 16.0, "high_freq_factor": 1.0001, "low_freq_factor": 1.0, "rope_type": "llama3"},
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "MiniMax-M2": {
         **{"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attn_type_list": [1, 1]},
         **{"head_dim": 8, "rotary_dim": 4, "num_local_experts": 256, "num_experts_per_tok": 8, "use_mtp": True},
@@ -437,6 +478,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_keys_of_published_bases_are_accepted(tmp_path: Path, name: str) -> None:
     ModelConfig.from_folder(folder(tmp_path, **PUBLISHED[name]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (8, 8, 8)),
+        ({"no_rope_layers": [1, 0, 1]}, (8, None, 8)),
+        ({"no_rope_layers": [0, 0, 1], "layer_types": ["chunked_attention"] * 3}, (8, 8, 8)),
+        ({"attention_chunk_size": None}, (None, None, None)),
+        ({"attention_chunk_size": 32}, (None, None, None)),  # all that there can be
+    ],
+)
+def test_layers_that_see_chunks(tmp_path: Path, changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    config = ModelConfig.from_folder(folder(tmp_path, **LLAMA4 | changes))
+    assert config.sliding_windows == windows
+    assert all(window is None or isinstance(window, AttentionChunk) for window in config.sliding_windows)
+    assert config.intermediate_size == 20
+    kinds = {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 3}
+    path = folder(tmp_path, **LLAMA4 | kinds)
+    with pytest.raises(ValueError, match="attention_chunk_size = null, and layers see chunks"):
+        ModelConfig.from_folder(path)
 
 
 def test_a_number_of_rotated_dimensions_is_a_share_of_the_head(tmp_path: Path) -> None:

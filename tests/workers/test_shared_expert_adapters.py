@@ -33,13 +33,13 @@ from motet.workers.wire.messages import AdapterRef, SamplingParams
 BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
-SHARED = {"glm4_moe": "shared_experts", "qwen2_moe": "shared_expert", "qwen3_5_moe": "shared_expert"}
+BASES = ("glm4_moe", "qwen2_moe", "qwen3_5_moe", "llama4")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 RECIPES: dict[str, dict[str, Any]] = {  # which modules, and the rest of the config
     "mlps": {"names": PROJECTIONS, "r": 3, "lora_alpha": 6},
-    "gates": {"names": ("shared_expert_gate", "gate"), "r": 2, "lora_alpha": 6, "use_rslora": True},
+    "gates": {"names": ("shared_expert_gate", "gate", "router"), "r": 2, "lora_alpha": 6, "use_rslora": True},
     "all": {
-        "names": ("q_proj", "o_proj", *PROJECTIONS, "shared_expert_gate", "gate"),
+        "names": ("q_proj", "o_proj", *PROJECTIONS, "shared_expert_gate", "gate", "router"),
         **{"r": 4, "lora_alpha": 4, "rank_pattern": {"mlp.gate_proj": 6, "shared_expert_gate": 1}},
     },
     "one_layer": {"names": PROJECTIONS, "r": 5, "lora_alpha": 10, "layers_to_transform": [1]},
@@ -84,7 +84,7 @@ class Case:
     models: Mapping[str | None, Any]  # transformers', by adapter
 
 
-@pytest.fixture(scope="module", params=SHARED)
+@pytest.fixture(scope="module", params=BASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")

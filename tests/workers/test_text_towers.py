@@ -27,6 +27,7 @@ TOLERANCE = 1e-3  # of a logit, float32
 NUM_TOKENS = 8
 OF_TEXT = r".*language_model.*\.((q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z|b|a))"
 LISTED = [*ALL_LINEAR, *RECURRENT_MODULES]
+_OWN_PREFIX = re.compile(r"(base_model\.model\.)(?:model\.language_model\.|language_model\.model\.)")
 PROMPTS = [[(11 * place + 5 * number) % 140 for place in range(9 + 13 * number)] for number in range(4)]
 
 
@@ -38,8 +39,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     generator = torch.Generator().manual_seed(3)
     for name, targets in (("text", OF_TEXT), ("listed", LISTED), ("all", "all-linear")):
         model = AutoModelForImageTextToText.from_pretrained(folder / "base", dtype=torch.float32)
-        # LoRA of a shared expert is refused.
-        excluded = r".*shared_expert.*" if "moe" in request.param else None
+        # PEFT takes the router of Llama 4 for a linear, and cannot compute it.
+        excluded = r".*router" if "llama4" in request.param else None
         peft = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, exclude_modules=excluded))
         for key, parameter in peft.named_parameters():
             if "lora_A" in key or ("lora_B" in key and "language_model" in key):  # training on text leaves others at 0
@@ -59,9 +60,11 @@ def _expected(folder: Path, adapter: str | None, prompt: list[int]) -> tuple[lis
         folder / "base", dtype=torch.float32, attn_implementation="eager"
     )
     model = model if adapter is None else PeftModel.from_pretrained(model, folder / adapter)
-    token_ids, rows = [*prompt], []
+    token_ids, rows, text = [*prompt], [], model.eval()
+    if "llama4" in folder.name:  # of transformers the whole model raises without a picture
+        text = model.language_model if adapter is None else model.base_model.model.language_model
     for _ in range(NUM_TOKENS):
-        rows.append(model.eval()(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1])
+        rows.append(text(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1])
         token_ids.append(int(rows[-1].argmax()))
     return token_ids[len(prompt) :], torch.stack(rows)
 
@@ -86,13 +89,15 @@ def test_a_mixed_batch_is_that_of_the_whole_model(folder: Path, tmp_path: Path) 
 def test_adapters_of_older_names_and_of_the_text_model_alone(folder: Path, tmp_path: Path, prefix: str) -> None:
     shape = ModelConfig.from_folder(folder / "base").shape
     tensors = load_file(folder / "text" / "adapter_model.safetensors")
-    renamed = {name.replace("model.language_model.", prefix): value for name, value in tensors.items()}
+    renamed = {_OWN_PREFIX.sub(rf"\1{prefix}", name): value for name, value in tensors.items()}
     config = json.loads((folder / "text" / "adapter_config.json").read_text()) | {"target_modules": LISTED}
     save_file(renamed, tmp_path / "tensors")
     digest = validate(json.dumps(config).encode(), tmp_path / "tensors", shape).digest
     whole_config, whole_tensors = folder / "text" / "adapter_config.json", folder / "text" / "adapter_model.safetensors"
     whole = validate(whole_config.read_bytes(), whole_tensors, shape)
     assert digest == whole.digest
+    if renamed.keys() == tensors.keys():
+        return
     mixed = {name: value for name, value in tensors.items() if ".layers.0." in name}
     mixed |= {name: value for name, value in renamed.items() if ".layers.1." in name}
     save_file(mixed, tmp_path / "mixed")

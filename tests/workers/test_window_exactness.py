@@ -23,7 +23,7 @@ GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 Requested = tuple[list[int], str | None, Answer]  # prompt, adapter, the oracle's answer
 
 
-@pytest.fixture(scope="module", params=["mistral_window", "mixtral", "gemma2", "gemma3", "gpt_oss"])
+@pytest.fixture(scope="module", params=["mistral_window", "mixtral", "gemma2", "gemma3", "gpt_oss", "llama4"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Oracle]]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -74,7 +74,7 @@ def test_answers_are_the_oracles(model: tuple[Stock, Oracle], prefix_cache: bool
     requested = questions(oracle, seed=1)
     config = ModelConfig.from_folder(stock.model_path)
     window = config.window
-    some_see_all = stock.model_path.parent.name.startswith(("gemma", "gpt_oss"))
+    some_see_all = stock.model_path.parent.name.startswith(("gemma", "gpt_oss", "llama4"))
     assert window is not None and (config.full_layers is not None) == some_see_all
     num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in requested)
     most = most_pages(LONGEST + NUM_TOKENS, BLOCK, window, BUDGET, config.full_layers)

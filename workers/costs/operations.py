@@ -352,24 +352,21 @@ def model_size(model: ModelConfig) -> ModelSize:
         always += hidden if shared and experts.shared_is_gated else 0
         per_expert = 3 * hidden * experts.intermediate_size
         sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
-        if model.family.experts is not None and model.family.experts.are_fused:  # with biases, and the router too
+        if model.family.experts is not None and model.family.experts.take_turns:  # with biases, and the router too
             sparse += experts.num_experts * (2 * experts.intermediate_size + hidden + 1)
     embedding = model.vocab_size * hidden
     num_attention, family = len(model.attention_layers), model.family
     num_norms = sum(name is not None for name in (family.attention_norm, family.mlp_norm, *(family.post_norms or ())))
     norms = (layers * num_norms + 1) * hidden
-    norms += (
-        sum(
-            n
-            * (
-                kind.query + kind.kv
-                if family.qk_norm_spans_heads
-                else (2 if kind.kv else 1) * kind.query // model.num_heads
-            )
-            for kind, n in kinds.items()
+    norms += sum(
+        n
+        * (
+            kind.query + kind.kv
+            if family.qk_norm_spans_heads
+            else (2 if kind.kv else 1) * kind.query // model.num_heads
         )
-        * model.qk_norm
-    )
+        for kind, n in kinds.items()
+    ) * (model.qk_norm and family.qk_norm_has_weights)
     all_products, recurrent = products, model.recurrent
     if sizes.input_size:
         all_products += 3 * layers * hidden * sizes.input_size

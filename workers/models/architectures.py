@@ -24,6 +24,7 @@ WRAPPERS = {
         ties_by_default=True,
     ),
     "Gemma4ForConditionalGeneration": Wrapper("gemma4", FAMILIES["Gemma4ForCausalLM"], ties_by_default=True),
+    "Llama4ForConditionalGeneration": Wrapper("llama4", FAMILIES["Llama4ForCausalLM"]),
     "Mistral3ForConditionalGeneration": Wrapper(
         "mistral3",
         FAMILIES["MistralForCausalLM"],
@@ -52,6 +53,7 @@ WRAPPERS = {
 # The tensors, by the beginnings of their names, and their adapters' that belong to no text model.
 VISION_PREFIXES = (
     "vision_tower.",
+    "vision_model.",
     "multi_modal_projector.",
     "visual.",
     "audio_tower.",

@@ -23,6 +23,7 @@ from ...adapters.adapter import (
     packing_order,
 )
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
+from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .architectures import WRAPPERS, family_of
@@ -33,7 +34,15 @@ from .layer_sizes import LayerSizes
 from .module_scales import ModuleScales
 from .quantised_config import Quantisation, read_quantisation
 from .recurrent_config import RecurrentConfig, kinds_of_layers, read_recurrent
-from .rotary_config import NO_ROTARY, RotaryConfig, head_order, layer_rotaries, with_default_rope, without_axes
+from .rotary_config import (
+    CHUNK_SCALING,
+    NO_ROTARY,
+    RotaryConfig,
+    head_order,
+    layer_rotaries,
+    with_default_rope,
+    without_axes,
+)
 from .sliding import has_rotary, sliding_layers
 from .stored_tensor import folder_has_head
 
@@ -122,25 +131,35 @@ class ModelConfig:
         experts, names = self.experts, self.family.experts
         if self.sizes is not None:
             return self._shape_of_sizes(self.sizes)
+        dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
         if experts is None or names is None:
-            return self._shape_of(attn | dense)
+            return self._shape_of(attn | dense, paths=dense_paths)
         width, gate, up, down = experts.intermediate_size, *EXPERT_MODULES
         sparse = {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
         layers = tuple(layer for layer, has_experts in enumerate(experts.layers) if has_experts)
         dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
         called = {gate: names.gate, up: names.up, down: names.down}
-        are_parameters = names.are_fused or names.are_parameters
-        shape = ExpertShape(experts.num_experts, layers, names.block, called, are_parameters, names.are_fused)
+        shape = ExpertShape(
+            experts.num_experts,
+            layers,
+            names.block,
+            called,
+            are_parameters=names.are_fused or names.are_parameters,
+            takes_turns=names.take_turns,
+            parameters=f"{names.mlp}.experts",
+            swaps_sides=names.swaps_sides,
+        )
         modules = attn | sparse | {ROUTER: (hidden, experts.num_experts)}
-        some_layers, paths = {ROUTER: layers}, {ROUTER: f"mlp.{names.router}"}
+        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
         if dense_layers:
             modules |= dense
             some_layers |= dict.fromkeys(dense, dense_layers)
+            paths |= dense_paths
         if experts.shared_intermediate_size:
             shared = experts.shared_modules(hidden)
             modules |= shared
             some_layers |= dict.fromkeys(shared, layers)
-            paths |= {each: f"mlp.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
+            paths |= {each: f"{names.mlp}.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
         return self._shape_of(modules, shape, some_layers, paths)
 
     def _shape_of_sizes(self, sizes: LayerSizes) -> BaseShape:
@@ -342,6 +361,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full
     )
     window, ties = values.get("sliding_window"), values.get("tie_embedding")
+    if (chunk := values.get("attention_chunk_size")) is not None:
+        window = AttentionChunk(chunk)
     rotary_values = {**raw, **values}
     if values.get("rotary_dim") is not None:
         rotary_values.setdefault("partial_rotary_factor", values["rotary_dim"] / head_dim)
@@ -358,11 +379,12 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
-        rotaries = _rotated(rotaries, _rotating_layers(values))
+        scaling = {key: float(values[key]) for key in CHUNK_SCALING} if values.get("attn_temperature_tuning") else {}
+        rotaries = _rotated(rotaries, _rotating_layers(values), scaling)
     elif family.only_windows_rotate and window is not None:
-        rotaries = _rotated(rotaries, slides)
+        rotaries = _rotated(rotaries, slides, {})
     elif values.get("position_embedding_type", "rope") != "rope":
-        rotaries = _rotated(rotaries, [False] * len(rotaries))
+        rotaries = _rotated(rotaries, [False] * len(rotaries), {})
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
     sizes = LayerSizes.from_values(values, slides) if family.sizes_differ else None
@@ -418,7 +440,10 @@ def _head_order(
 
 def _intermediate_size(values: Mapping[str, Any]) -> int:
     """Of a dense MLP. Raises ValueError if it has no features."""
-    size = int(values.get("block_ff_dim") or values.get("shared_intermediate_size", values["intermediate_size"]))
+    key = next(
+        key for key in ("intermediate_size_mlp", "shared_intermediate_size", "intermediate_size") if key in values
+    )
+    size = int(values.get("block_ff_dim") or values[key])
     if not values.get("block_auto_adjust_ff_dim", False):
         return size
     multiple = int(values["block_multiple_of"])  # LFM2
@@ -516,10 +541,12 @@ def _rotating_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple(has_rotary(values, layer) for layer in range(num_layers))
 
 
-def _rotated(rotaries: Sequence[RotaryConfig], rotates: Sequence[bool]) -> tuple[RotaryConfig, ...]:
-    """The embedding of each layer, where some do not rotate."""
+def _rotated(
+    rotaries: Sequence[RotaryConfig], rotates: Sequence[bool], scaling: Mapping[str, float]
+) -> tuple[RotaryConfig, ...]:
+    """The embedding of each layer, where some do not rotate. `scaling`: of these layers' queries."""
     return tuple(
-        rotary if does else replace(rotary, kind=NO_ROTARY, options={})
+        rotary if does else replace(rotary, kind=NO_ROTARY, options=scaling)
         for rotary, does in zip(rotaries, rotates, strict=True)
     )
 

@@ -144,6 +144,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     checkpoint.drop(suffix="rotary_emb.inv_freq")
     if config.recurrent is not None:
         checkpoint.drop(prefix="mtp.")  # it guesses several tokens at once: another model beside this one
+    checkpoint.drop(prefix="model.mtp_")  # likewise, of ERNIE
     for prefix in _guessing_layers(config.num_layers, checkpoint):
         checkpoint.drop(prefix=prefix)
     for prefix in VISION_PREFIXES if config.is_wrapped else ():

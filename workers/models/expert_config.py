@@ -10,7 +10,11 @@ from ...adapters.adapter import NARROW_MODULES, SHARED_MODULES
 from ...kernels.experts import Routing
 from .family import Family
 
-_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+_COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOP_KEYS = ("num_experts_per_tok", "moe_k")
+_STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
+_DENSE_KEYS = ("first_k_dense_replace", "moe_layer_start_index")  # the first layers without experts
+_SHARED_KEYS = ("n_shared_experts", "moe_num_shared_experts")
 
 
 @dataclass(frozen=True)
@@ -44,13 +48,16 @@ class ExpertConfig:
         """
         if family.experts is None:
             return None
-        num_experts = next(int(values[key]) for key in _COUNT_KEYS if key in values)
-        top_k, step = int(values["num_experts_per_tok"]), int(values.get("decoder_sparse_step", 1))
+        num_experts, step = _first(values, _COUNT_KEYS), _first(values, _STEP_KEYS, 1)
+        top_k, num_layers = _first(values, _TOP_KEYS), int(values["num_hidden_layers"])
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
-        dense |= {*range(int(values.get("first_k_dense_replace", 0)))}
+        dense |= {*range(_first(values, _DENSE_KEYS, 0))}
+        if (last := int(values.get("moe_layer_end_index", -1))) != -1:
+            dense |= {*range(last + 1, num_layers)}
+        if (sparse := values.get("moe_layers")) is not None:
+            dense, step = {*range(num_layers)}.difference(sparse), 1
         layers = tuple(
-            num_experts > 0 and layer not in dense and (layer + 1) % step == 0
-            for layer in range(int(values["num_hidden_layers"]))
+            num_experts > 0 and layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)
         )
         if not any(layers):
             return None
@@ -60,7 +67,7 @@ class ExpertConfig:
         routing = replace(
             family.routing,
             top_k=top_k,
-            is_normalized=family.always_normalized or bool(values["norm_topk_prob"]),
+            is_normalized=family.always_normalized or bool(values.get("norm_topk_prob", False)),
             num_groups=int(values.get("n_group", 1)),
             top_groups=int(values.get("topk_group", 1)),
             scale=float(values.get("routed_scaling_factor", 1.0)),
@@ -70,12 +77,24 @@ class ExpertConfig:
             num_experts=num_experts,
             routing=routing,
             intermediate_size=width,
-            shared_intermediate_size=width * values["n_shared_experts"]
-            if "n_shared_experts" in values
-            else values.get("shared_expert_intermediate_size"),
+            shared_intermediate_size=_shared_size(values, width),
             shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
         )
+
+
+def _first(values: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None) -> int:
+    """The number that a family has by one of these names."""
+    number = next((values[key] for key in keys if key in values), default)
+    assert number is not None, keys
+    return int(number)
+
+
+def _shared_size(values: Mapping[str, Any], width: int) -> int | None:
+    if any(key in values for key in _SHARED_KEYS):
+        return width * _first(values, _SHARED_KEYS) or None
+    size = width if "intermediate_size_mlp" in values else values.get("shared_expert_intermediate_size")
+    return None if size is None else int(size)
 
 
 def _check_groups(routing: Routing, num_experts: int) -> None:

@@ -15,9 +15,9 @@ from .sliding import Slides, never
 class ExpertNames:
     """The names of a family for the tensors of its experts, within a layer.
 
-    `are_fused`: all experts of a layer are two tensors, `gate_up_proj` `[num_experts, hidden, 2 * width]`, whose
-    columns are gate, up, gate, up and so on, and `down_proj` `[num_experts, width, hidden]`, each with a bias, and so
-    has the router.
+    `are_fused`: all experts of a layer are two tensors, `gate_up_proj` `[num_experts, hidden, 2 * width]` and
+    `down_proj` `[num_experts, width, hidden]`. `take_turns`: of these the columns of the first are gate, up, gate, up
+    and so on, not gate and then up; each has a bias, and so has the router.
     """
 
     block: str
@@ -29,7 +29,15 @@ class ExpertNames:
     shared: str = "shared_expert"  # that computes every row, in bases that have one
     shared_gate: str = "shared_expert_gate"  # empty: it is added as it is
     are_fused: bool = False
+    take_turns: bool = False
+    mlp: str = "mlp"  # the block of a layer with dense linears or experts, in the model
+    stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")  # where all experts are in two tensors
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
+
+    @property
+    def swaps_sides(self) -> bool:
+        """PEFT takes the inputs of fused experts for their outputs, as their order in the tensors is another one."""
+        return self.are_fused and not self.take_turns
 
 
 # See `recurrent_config.py`. A rule that is parallel is beside attention, in all layers.
@@ -57,6 +65,7 @@ class Family:
     computes: Mapping[str, Any] = field(default_factory=dict)
     qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
+    qk_norm_has_weights: bool = True  # without, only layers that rotate q and k have it
     qk_norm_spans_heads: bool = False  # it is over all heads of q, and all of k, at once
     norm_offset: float = 0.0  # added to the stored weights of all norms
     centred_norms: bool = False  # norms of the residual are layer norms without bias, not RMS norms

@@ -25,6 +25,7 @@ from .layers import (
     WideLinear,
 )
 from .recurrent_rules import load_group_norm, load_rule
+from .rotary_config import NO_ROTARY
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -119,11 +120,11 @@ class _LayerLoader:
             weights[name] = self._weight_in_order(weights[name], name)
             if name in biases:
                 biases[name] = self._in_order(biases[name], name)
-        bias = torch.cat([*biases.values()]) if biases else None
+        bias, some = torch.cat([*biases.values()]) if biases else None, weights["q_proj"]
         return Attention(
             qkv=LoraLinear(self._packed([*weights.values()]), bias, self._places(*parts)),
             output=self._row_linear("o_proj", num_query, query, self._places("o_proj"), config.output_bias),
-            head_norm=self._head_norm(has_kv),
+            head_norm=self._head_norm(has_kv, some.device if isinstance(some, torch.Tensor) else some.codes.device),
             num_heads=sharding.heads[1] - sharding.heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
             head_dim=dim,
@@ -239,11 +240,11 @@ class _LayerLoader:
         hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
         if names.are_fused:
             gate_up, down = self._fused_experts(names)
-        elif f"{self.prefix}{names.block}.experts.gate_up_proj" in self._checkpoint:
+        elif f"{self.prefix}{names.block}.{names.stacked[0]}" in self._checkpoint:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
-        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.are_fused else {}
+        router, biases = f"{names.block}.{names.router}", self._expert_biases(names) if names.take_turns else {}
         return ExpertMlp(
             router=self._narrow(ROUTER, router, hidden, config.num_experts, biases.pop("router_bias", None)),
             gate_up=self._pack_experts(torch.stack(gate_up)),
@@ -283,8 +284,8 @@ class _LayerLoader:
         hidden, width = self._config.hidden_size, config.intermediate_size
         part = slice(*self._sharding.expert_features)
         gate_up, down = (
-            self._one_by_one(f"{names.block}.experts.{name}", shape)
-            for name, shape in (("gate_up_proj", (2 * width, hidden)), ("down_proj", (hidden, width)))
+            self._one_by_one(f"{names.block}.{name}", shape)
+            for name, shape in zip(names.stacked, ((2 * width, hidden), (hidden, width)), strict=True)
         )
         return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [
             each[:, part] for each in down
@@ -300,7 +301,7 @@ class _LayerLoader:
             yield from self._checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows)
 
     def _fused_experts(self, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The same of tensors whose columns are outputs, those of gate and of up in turn (gpt-oss)."""
+        """The same of tensors whose columns are outputs (Llama 4, gpt-oss)."""
         config = self._config.experts
         assert config is not None
         hidden, width = self._config.hidden_size, config.intermediate_size
@@ -309,7 +310,8 @@ class _LayerLoader:
             self._one_by_one(f"{names.block}.experts.{name}", shape)
             for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
         )
-        halves = [torch.cat((both[:, 0::2][:, part], both[:, 1::2][:, part]), dim=1).T for both in gate_up]
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if names.take_turns else (slice(width), slice(width, None))
+        halves = [torch.cat((both[:, gate][:, part], both[:, up][:, part]), dim=1).T for both in gate_up]
         return halves, [each[part].T for each in down]
 
     def _expert_biases(self, names: ExpertNames) -> dict[str, torch.Tensor | None]:
@@ -332,7 +334,8 @@ class _LayerLoader:
         assert config is not None
         if not config.routing.has_bias:
             return None
-        return self._checkpoint.take(f"{self.prefix}{name}", (config.num_experts,), in_floats=True)
+        shape = (1, config.num_experts) if ".moe_statics." in name else (config.num_experts,)
+        return self._checkpoint.take(f"{self.prefix}{name}", shape, in_floats=True).flatten()
 
     def _shared_expert(self, names: ExpertNames) -> SharedExpert | None:
         config, hidden, part = self._config.experts, self._config.hidden_size, self._sharding.shared_features
@@ -354,10 +357,16 @@ class _LayerLoader:
         weight, shape = self._pack(self._rows(name, num_in, num_out, None)), self._config.shape
         return NarrowLinear(weight, bias, self._places(module), num_out + shape.padding(module))
 
-    def _head_norm(self, has_kv: bool) -> HeadNorm | None:
+    def _head_norm(self, has_kv: bool, device: torch.device) -> HeadNorm | None:
         config, layer = self._config, self._index
         if not config.qk_norm:
             return None
+        if not config.family.qk_norm_has_weights:
+            # Behind the rotation it would be the same, since that leaves the norm as it is.
+            if config.rotaries[layer].kind == NO_ROTARY:
+                return None
+            ones = torch.ones(config.head_dim, device=device)
+            return HeadNorm(ones, ones, config.norm_eps)
         dim, spans = config.layer_sizes.head_dims[layer], config.family.qk_norm_spans_heads
         kv_heads = config.layer_sizes.num_kv_heads[layer], self._sharding.kv_heads_of(layer)
         of_q, of_k = config.family.head_norms

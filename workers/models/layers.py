@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -320,6 +320,9 @@ class ExpertMlp:
         if context.expert_lora is not None:
             adapters = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, self.first)
         pairs = x[groups.rows]
+        if self.routing.scales_inputs:
+            pairs = pairs * groups.weights.to(x.dtype).unsqueeze(1)
+            groups = replace(groups, weights=torch.ones_like(groups.weights))
         gate_up = kernels.linear(pairs, self.gate_up, groups, self.gate_up_bias)
         if adapters is not None:
             lora.add(gate_up, pairs, context.pool, layer, adapters, EXPERT_GATE_UP)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .rotary_config import LONGROPE, NO_ROTARY, PROPORTIONAL, QUERY_SCALING, RotaryConfig
+from .rotary_config import CHUNK_SCALING, LONGROPE, NO_ROTARY, PROPORTIONAL, QUERY_SCALING, RotaryConfig
 
 
 def rotary_tables(
@@ -34,18 +34,22 @@ def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> tor
     if config.kind == LONGROPE:
         frequencies, amplitude = _longrope(config, num_rotated, num_positions)
     else:
-        frequencies, amplitude = _frequencies(config, num_rotated)
+        is_plain = config.kind == "default"
+        frequencies, amplitude = _frequencies(config, int(head_dim * config.share) if is_plain else num_rotated)
     angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies)
     table = torch.zeros(num_positions, 2, head_dim // 2)
     table[:, 0] = 1.0
     table[:, :, : num_rotated // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude
-    if QUERY_SCALING in config.options:
+    if QUERY_SCALING in config.options or CHUNK_SCALING[0] in config.options:
         return torch.cat((table, table * query_scales(config.options, num_positions)[:, None, None]), dim=1)
     return table
 
 
 def query_scales(options: Mapping[str, float], num_positions: int) -> torch.Tensor:
     """`[num_positions]`: what a query is multiplied by, more with each original context before it (Llama 4)."""
+    if CHUNK_SCALING[0] in options:
+        scale, floor = (options[key] for key in CHUNK_SCALING)
+        return 1 + scale * torch.log1p(torch.floor((torch.arange(num_positions) + 1.0) / floor))
     contexts = torch.floor(torch.arange(num_positions) / options["original_max_position_embeddings"])
     return 1 + options[QUERY_SCALING] * torch.log(1 + contexts)
 

@@ -30,6 +30,7 @@ _KINDS_OF_LAYERS = ("full_attention", "sliding_attention")
 _TYPE_KEYS = ("rope_type", "type")
 _AXES_KEYS = ("mrope_section", "mrope_interleaved")
 _NOTES = frozenset({"finetuned", "max_position_embeddings"})  # of published files; nothing computes with them
+CHUNK_SCALING = ("attn_scale", "floor_scale")  # likewise, of layers without a rotary embedding (Llama 4)
 QUERY_SCALING = "llama_4_scaling_beta"  # of families whose queries are scaled by their position
 
 
@@ -74,11 +75,14 @@ class RotaryConfig:
         return RotaryConfig(float(theta), kind, _options(kind, parameters, needed), share, factors)
 
     def num_rotated(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number.
+        """Dimensions of a head that are rotated, the first ones. Raises ValueError for an odd number of a scaled one.
 
-        With `proportional` all are: those of the share, and the others by angles of 0.
+        With `proportional` all are: those of the share, and the others by angles of 0. Of an odd number the next one
+        is too, as in transformers, at the frequencies of the odd number.
         """
         number = head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
+        if number % 2 and self.kind == "default" and number < head_dim:
+            return number + 1
         if number % 2 or not number:
             raise ValueError(
                 f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: an even "

@@ -13,6 +13,7 @@ Slides = Callable[[Mapping[str, Any], int], bool]  # values, layer
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
 RECURRENT_KINDS = ("linear_attention", "conv", "mamba")
+_CHUNKED = {"chunked_attention": True, "full_attention": False}
 
 
 def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -38,10 +39,13 @@ def sliding_layers(
     """
     num_layers, kinds = values["num_hidden_layers"], values.get("layer_types")
     if not kinds:
-        kinds = ["sliding_attention" if slides(values, layer) else "full_attention" for layer in range(num_layers)]
+        kind = "chunked_attention" if "attention_chunk_size" in values else "sliding_attention"
+        kinds = [kind if slides(values, layer) else "full_attention" for layer in range(num_layers)]
     if len(kinds) != num_layers:
         raise ValueError(f"layer_types has {len(kinds)} entries: num_hidden_layers = {num_layers} needs as many")
     accepted = {**_KINDS, **dict.fromkeys(extra_kinds, False)}
+    if "attention_chunk_size" in values:
+        accepted = _CHUNKED
     for kind in kinds:
         if kind not in accepted:
             raise ValueError(f"layer_types has {kind!r}: {', '.join(accepted)} are accepted")
@@ -50,7 +54,9 @@ def sliding_layers(
         layers = (*layers[:-1], False)
     if any(layers) and not values.get("use_sliding_window", True):
         raise ValueError("layer_types has 'sliding_attention', and use_sliding_window = false: true is needed")
-    if any(layers) and values.get("sliding_window") is None:
+    if any(layers) and values.get("attention_chunk_size", 0) is None:
+        raise ValueError("attention_chunk_size = null, and layers see chunks: a whole number from 1 is needed")
+    if any(layers) and values.get("sliding_window", values.get("attention_chunk_size")) is None:
         raise ValueError("sliding_window = null, and layers of this base slide: a whole number from 1 is needed")
     return layers
 
@@ -77,6 +83,11 @@ def has_rotary(values: Mapping[str, Any], layer: int) -> bool:
     """SmolLM3: all layers but every fourth, or as config.json says, rotate queries and keys."""
     layers = values.get("no_rope_layers")  # 1: it does, whatever the name says
     return bool(layers[layer] if layers else (layer + 1) % int(values["no_rope_layer_interval"]))
+
+
+def if_rotated(values: Mapping[str, Any], layer: int) -> bool:
+    """Llama 4: the layers that rotate see chunks."""
+    return values["attention_chunk_size"] is not None and has_rotary(values, layer)
 
 
 def without_rotary(values: Mapping[str, Any], layer: int) -> bool:

@@ -262,7 +262,7 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
     hidden, inner = mlp.down.num_out, mlp.down.num_in
     yield from _narrow(mlp.router, x, SCORES, PADDED_SCORES, layer.index)
     yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias)
-    yield TakePairs(x, PAIRS)
+    yield TakePairs(x, PAIRS, mlp.routing.scales_inputs)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
     yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
     yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
