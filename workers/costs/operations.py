@@ -132,8 +132,9 @@ class _AttentionKind(NamedTuple):
 
 def _widths_of_mlps(model: ModelConfig) -> Counter[int]:
     """How many layers have a dense MLP of each width."""
-    experts = model.experts
-    layers = (layer for layer in range(model.num_layers) if experts is None or not experts.layers[layer])
+    experts, names = model.experts, model.family.experts
+    has_all = experts is None or (names is not None and names.beside_dense)
+    layers = (layer for layer in range(model.num_layers) if has_all or (experts and not experts.layers[layer]))
     return Counter(model.layer_sizes.intermediate_sizes[layer] for layer in layers)
 
 

@@ -191,7 +191,8 @@ class ModelSharding:
         if experts is None:
             return {"intermediate features": self.config.intermediate_size}
         counts = {"features of the shared expert": experts.shared_intermediate_size or 0}
-        if not all(experts.layers):
+        names = self.config.family.experts
+        if not all(experts.layers) or (names is not None and names.beside_dense):
             counts["intermediate features"] = self.config.intermediate_size
         if self.expert_sharding == "tensor":
             counts["features of an expert"] = experts.intermediate_size
