@@ -487,6 +487,7 @@ VARIANTS: Mapping[str, Variant] = {
             **SHAPE | {"tie_word_embeddings": True},
             **GRANITE_HYBRID,
             layer_types=["mamba", "attention", "attention"],
+            attention_multiplier=0.3,
             position_embedding_type="rope",
             mamba_n_heads=4,
             mamba_n_groups=2,
@@ -532,6 +533,19 @@ VARIANTS: Mapping[str, Variant] = {
             ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.9],
             ssm_out_multiplier=0.7,
             time_step_limit=[0.1, 1.5],
+        )
+    ),
+    "granite_hybrid_moe": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE | {"intermediate_size": 40},
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            shared_intermediate_size=56,
+            layer_types=["linear_attention", "full_attention", "full_attention"],
+            attention_multiplier=0.3,
+            residual_multiplier=0.6,
+            mamba_n_heads=8,
+            mamba_d_state=12,
         )
     ),
     "granite4_dense": Variant(
@@ -818,7 +832,7 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
-    targets: tuple[str, ...] = ATTENTION if has_experts else ALL_LINEAR
+    targets: tuple[str, ...] = ATTENTION if has_experts and "shared_mlp" not in names else ALL_LINEAR
     targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}

@@ -257,6 +257,7 @@ class _LayerLoader:
             routing=config.routing,
             activation=self._config.activation,
             shared=self._shared_expert(names),
+            dense=self.mlp() if names.beside_dense else None,
             choice_bias=self._choice_bias(f"{names.prefix}{names.bias}"),
             factors=self._factors(names),
             **biases,

@@ -12,8 +12,8 @@ from typing import Any
 Slides = Callable[[Mapping[str, Any], int], bool]  # values, layer
 
 _KINDS = {"sliding_attention": True, "full_attention": False}
-_CHUNKED = {"chunked_attention": True, "full_attention": False}
 RECURRENT_KINDS = ("linear_attention", "conv", "mamba")
+_CHUNKED = {"chunked_attention": True, "full_attention": False}
 
 
 def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
