@@ -13,6 +13,10 @@ from .errors import OtherBase, quote
 
 # The seven linear projections of a decoder layer, in the order in which an adapter is packed.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# The linear projections of latent attention beside o_proj (DeepSeek): those of q, then those of the latent. A base has
+# q_proj, or both of q_a_proj and q_b_proj.
+LATENT_MODULES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
+ABSORBED: Final = LATENT_MODULES[3]  # multiplied with queries and with what is attended to, not with its input
 # The linear projections of layers with a recurrent state, in this order after those of attention. A base has some.
 RECURRENT_MODULES = (
     *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),  # Gated DeltaNet
@@ -35,7 +39,7 @@ NARROW_MODULES = ("shared_expert_gate", ROUTER)
 _MAX_UNIT: Final = 256  # columns that a GPU's kernels read at once, at most
 # Where a layer has them, in packing order.
 PATHS: Final = {
-    **{module: f"self_attn.{module}" for module in MODULES[:4]},
+    **{module: f"self_attn.{module}" for module in (*MODULES[:4], *LATENT_MODULES)},
     **{module: f"linear_attn.{module}" for module in RECURRENT_MODULES},
     **{module: f"mlp.{module}" for module in MODULES[4:]},
     **{module: module for module in PER_LAYER_MODULES},

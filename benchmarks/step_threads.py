@@ -65,7 +65,7 @@ class Bench:
         self._first.zero_()  # all memory that was never written is one page of zeros
         self._free = list(range(geometry.num_pages))
         random.Random(0).shuffle(self._free)
-        rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, model.max_model_len, CPU)
+        rotary = rotary_tables(model.rotaries, model.rotary_dims, model.max_model_len, CPU)
         kernels = {count: choose_kernels(CPU, torch.bfloat16, count) for count in threads}
         checkpoint = Checkpoint(folder, torch.bfloat16, CPU, lambda *_: None)
         decoder = load_decoder(sharding, checkpoint, kernels[threads[0]])

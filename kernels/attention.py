@@ -3,7 +3,8 @@
 `kv` is one layer of the pool: `[num_pages, 2, block_size, num_kv_heads, head_dim]`, K at index 0 and V at 1. It is a
 strided view, because all layers of a page lie side by side in the pool. A page may hold a part of an adapter instead of
 KV; the batch lists the pages of each sequence. Where it lists slabs, `kv` has a layer's first slab and all after
-it: to kernels these are pages. q, k, v, the pool and the result have one dtype, float32 or bfloat16; tensors are on one
+it: to kernels these are pages. Where keys are values, as in latent attention, K and V are the same memory
+(a stride of 0). q, k, v, the pool and the result have one dtype, float32 or bfloat16; tensors are on one
 device. KV of eight bits lies in its pages as `float8_kv.py` says, and all else is as here.
 The idea of KV in pages is PagedAttention's (vLLM, arXiv 2309.06180).
 """
@@ -107,7 +108,8 @@ class KVWriter(Protocol):
     """Writes the rotated k, and v, into the pages of their rows; returns the rotated q, a new tensor.
 
     q `[num_rows, num_heads, head_dim]`, k and v `[num_rows, num_kv_heads, head_dim]`; none of the three is changed.
-    With k and v of no heads nothing is written (layers that attend to the KV of another one).
+    With k and v of no heads nothing is written (layers that attend to the KV of another one), with v of no heads k
+    alone (latent attention).
     `rotary` `[num_positions, 2, head_dim // 2]` float32 holds cosines, then sines. Element i of a head is rotated with
     element i + head_dim // 2, as in Llama (RoFormer, arXiv 2104.09864). With 4 in the place of 2 it holds those of k,
     then those of q, which are scaled by their position (Ministral 3).

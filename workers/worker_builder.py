@@ -200,7 +200,7 @@ def build_executor(
     kernels = kernels_of(config.num_threads)
     num_heads, sizes = sharding.heads[1] - sharding.heads[0], model.layer_sizes
     heads = Heads(num_heads, sharding.num_kv_heads_of(0), max(sizes.head_dims))
-    is_native, num_threads = kernels.is_native(heads), config.num_threads
+    is_native, num_threads = kernels.is_native(heads) and model.latent is None, config.num_threads
     # Torch's own threads would wait in a loop for the next operation, on the cores of those that native kernels share.
     torch.set_num_threads(1 if is_native else num_threads)
     memory = DeviceMemory(device)
@@ -218,7 +218,7 @@ def build_executor(
                 decoder = load_decoder(sharding, checkpoint, kernels)
         else:
             decoder = load_decoder(sharding, Checkpoint(config.model_path, dtype, device, on_progress), kernels)
-        rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, context, device)
+        rotary = rotary_tables(model.rotaries, model.rotary_dims, context, device)
 
     def ready_runner(geometry: PoolGeometry, most_pages: int) -> Runner:
         """A runner with a pool. On a GPU it computes once whatever a request may need, and measures that.

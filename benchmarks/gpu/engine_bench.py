@@ -174,7 +174,7 @@ class Bench:
         geometry = plan_pool(sharding, BLOCK, machine.dtype, size.pool_bytes)
         pool = make_pool(geometry, machine.device)
         decoder = load_decoder(sharding, RandomWeights(machine), kernels)
-        rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, model.max_model_len, machine.device)
+        rotary = rotary_tables(model.rotaries, model.rotary_dims, model.max_model_len, machine.device)
         self.runner = Runner(decoder, kernels, Alone(), pool, geometry, layout, rotary, geometry.num_pages)
         on_gpu = machine.device.type == "cuda"
         if on_gpu:

@@ -13,7 +13,7 @@
 
 namespace motet {
 
-constexpr int64_t kMostDims = 512;   // elements of a head
+constexpr int64_t kMostDims = 576;   // elements of a head
 constexpr int64_t kTilesAhead = 3;   // tiles of 16 keys that are prefetched, at least
 constexpr int kTiles = 4;            // tiles of 16 keys that get their weights together
 constexpr int64_t kManyQueries = 8;  // for this many query rows and more, pairs of rows of V are made once for all

@@ -37,6 +37,7 @@ void write_kv(const T* q, const T* k, const T* v, const float* rotary, T* kv, co
     const int64_t q_row = sizes[4], q_head = sizes[5], k_row = sizes[6], k_head = sizes[7], v_row = sizes[8];
     const int64_t v_head = sizes[9], page_stride = sizes[10], v_offset = sizes[11], slot_stride = sizes[12];
     const int64_t angles = sizes[13] * dim / 2;  // of a position
+    const int64_t num_v_heads = sizes[14];       // as many as of k, or none
     share_rows(num_rows, (num_heads + num_kv_heads) * dim, num_threads, [&](int64_t start, int64_t end) {
         for (int64_t row = start; row < end; row++) {
             const float *cosines = rotary + positions[row] * angles, *sines = cosines + dim / 2;
@@ -45,10 +46,10 @@ void write_kv(const T* q, const T* k, const T* v, const float* rotary, T* kv, co
                 rotate(q + row * q_row + head * q_head, q_cosines, q_sines, dim,
                        q_out + (row * num_heads + head) * dim);
             T* to = kv + row_pages[row] * page_stride + row_slots[row] * slot_stride;
-            for (int64_t head = 0; head < num_kv_heads; head++) {
+            for (int64_t head = 0; head < num_kv_heads; head++)
                 rotate(k + row * k_row + head * k_head, cosines, sines, dim, to + head * dim);
+            for (int64_t head = 0; head < num_v_heads; head++)
                 std::memcpy(to + v_offset + head * dim, v + row * v_row + head * v_head, size_t(dim) * sizeof(T));
-            }
         }
     });
 }

@@ -340,7 +340,7 @@ class Step {
         const T *q = of(op.x) + own.column, *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
         const int64_t sizes[] = {
             call.num_rows,   own.num_heads, own.num_kv_heads, own.dim,         row, own.dim, row, own.dim, row, own.dim,
-            own.page_stride, own.v_offset,  own.slot_stride,  own.rotary_sides};
+            own.page_stride, own.v_offset,  own.slot_stride,  own.rotary_sides, own.num_kv_heads};
         motet::write_kv(q, k, v, own.rotary, (T*)own.kv, call.positions, call.row_pages, call.row_slots, of(op.to),
                         sizes, num_threads);
     }

@@ -15,6 +15,7 @@ import torch
 
 from ..attention import AttentionBatch, DerivedFromBatches
 from ..float8_kv import SCALE_BYTES, Float8KV
+from ..plain import attention as plain_attention
 from ..staging import staged
 from ..windows import window_kind
 from .attention_device import chunk_kernel
@@ -23,6 +24,7 @@ from .kv_device import write_kv_kernel
 from .tile_sizes import keys_of_tile, next_power_of_2
 
 _LOG2_E = math.log2(math.e)
+_MOST_DIMS = 512  # of a head
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,9 @@ class TritonAttention:
         """See `attention.KVWriter`."""
         num_rows, num_heads, head_dim = q.shape
         num_kv_heads = k.shape[1]
+        if num_kv_heads and not v.shape[1]:
+            assert isinstance(kv, torch.Tensor), "KV of latent attention has no eight bits"
+            return plain_attention.write_kv(q, k, v, rotary, kv, batch)
         kv, scales = _parts(kv)
         _check(kv, scales, q, k, v)
         turned = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -145,7 +150,9 @@ class TritonAttention:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `attention.PagedAttention`."""
+        """See `attention.PagedAttention`. The plain twin computes heads of more than 512 elements."""
+        if q.shape[2] > _MOST_DIMS and isinstance(kv, torch.Tensor):
+            return plain_attention.paged_attention(q, kv, batch, scale, window, softcap, sinks)
         kv, scales = _parts(kv)
         _check(kv, scales, q)
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()), "sinks are float32"
@@ -210,7 +217,7 @@ def _check(kv: torch.Tensor, scales: torch.Tensor | None, *heads: torch.Tensor) 
     for x in heads:
         assert x.dtype == dtype, "heads are of one dtype"
         assert x.stride(-1) == 1, "heads are contiguous"
-    assert kv.stride()[3:] == (kv.shape[4], 1), "the heads of a token lie side by side in its page"
+    assert kv.shape[3] == 1 or kv.stride(3) == kv.shape[4], "the heads of a token lie side by side in its page"
     if scales is not None:
         assert (kv.dtype, scales.dtype) == (torch.uint8, torch.float32), "values are bytes, scales float32"
         assert kv.stride(0) == scales.stride(0) * SCALE_BYTES, "scales lie in the pages of their values"

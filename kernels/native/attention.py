@@ -16,7 +16,7 @@ from .build import kernel
 log = logging.getLogger(__name__)
 
 # Limits of cpp/attention.h.
-MOST_DIMS = 512  # head_dim
+MOST_DIMS = 576  # head_dim
 MOST_GROUPED = 32  # query heads that share a KV head
 
 
@@ -69,7 +69,7 @@ class NativeAttention:
         host, turned = self._host_of(batch), torch.empty(q.shape, dtype=q.dtype)
         strides = (stride for x in (q, k, v) for stride in x.stride()[:2])
         shape = (*q.shape[:2], k.shape[1], q.shape[2])
-        sizes = (ctypes.c_int64 * 14)(*shape, *strides, *kv.stride()[:3], rotary.shape[1])
+        sizes = (ctypes.c_int64 * 15)(*shape, *strides, *kv.stride()[:3], rotary.shape[1], v.shape[1])
         self._write(
             q.data_ptr(),
             k.data_ptr(),
@@ -97,10 +97,19 @@ class NativeAttention:
     ) -> torch.Tensor:
         """See `attention.PagedAttention`.
 
-        The plain twin computes heads of more than 512 elements and groups of more than 32 heads, with one warning.
+        The plain twin computes heads of more than 576 elements and groups of more than 32 heads, with one warning. A
+        single group of more is computed in several.
         """
         _, num_heads, head_dim = q.shape
         block_size, num_kv_heads = kv.shape[2:4]
+        if num_kv_heads == 1 and num_heads > MOST_GROUPED:
+            parts = [slice(head, head + MOST_GROUPED) for head in range(0, num_heads, MOST_GROUPED)]
+            all_sinks = [None if sinks is None else sinks[part] for part in parts]
+            of_parts = zip(parts, all_sinks, strict=True)
+            return torch.cat(
+                [self.paged_attention(q[:, part], kv, batch, scale, window, softcap, each) for part, each in of_parts],
+                1,
+            )
         if head_dim > MOST_DIMS or num_heads // num_kv_heads > MOST_GROUPED:
             self._warn_once(head_dim, num_heads // num_kv_heads)
             return plain_attention.paged_attention(q, kv, batch, scale, window, softcap, sinks)
@@ -138,4 +147,6 @@ class NativeAttention:
         for x in tensors:
             assert x.dtype == self._dtype and x.stride(-1) == 1, "heads are contiguous and of the kernels' dtype"
         kv = tensors[-1]
-        assert kv.dim() != 5 or kv.stride(3) == kv.shape[4], "the heads of a token lie side by side in its page"
+        assert kv.dim() != 5 or kv.shape[3] == 1 or kv.stride(3) == kv.shape[4], (
+            "the heads of a token lie side by side in its page"
+        )

@@ -22,8 +22,9 @@ def write_kv(
     """See `attention.KVWriter`."""
     of_k, of_q = angles(rotary, batch)
     if k.shape[1]:
-        kv[batch.row_pages, 0, batch.row_slots] = rotated(k, *of_k).to(k.dtype)
-        kv[batch.row_pages, 1, batch.row_slots] = v
+        kv[:, 0][batch.row_pages, batch.row_slots] = rotated(k, *of_k).to(k.dtype)
+    if v.shape[1]:
+        kv[:, 1][batch.row_pages, batch.row_slots] = v
     return rotated(q, *of_q).to(q.dtype)
 
 

@@ -85,13 +85,40 @@ def test_heads_too_wide_are_the_twins_and_one_line_says_so(
         return [record.getMessage() for record in caplog.records if record.name.startswith("motet.kernels")]
 
     with caplog.at_level(logging.WARNING):
-        check_attention(native, [(20, 1), (0, 3)], 512, 2, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 576, 2, 1, 16, None, None, seed=0)
         check_attention(native, [(20, 1), (0, 3)], 16, 32, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 16, 33, 1, 16, None, None, seed=1)  # one KV head: group by group
         assert not warnings()
-        check_attention(native, [(20, 1), (0, 3)], 528, 2, 1, 16, None, None, seed=0)
-        check_attention(native, [(20, 1), (0, 3)], 16, 33, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 592, 2, 1, 16, None, None, seed=0)
+        check_attention(native, [(20, 1), (0, 3)], 16, 33, 2, 16, None, None, seed=0)
     (warning,) = warnings()
-    assert "heads of 528 in groups of 2" in warning
+    assert "heads of 592 in groups of 2" in warning
+
+
+@pytest.mark.parametrize("num_heads", [4, 40])
+def test_keys_that_are_values(native: tuple[Kernels, torch.dtype], num_heads: int) -> None:
+    """As in latent attention: V is read where K is, and the last columns of k are written alone, rotated."""
+    kernels, dtype = native
+    generator = torch.Generator().manual_seed(num_heads)
+    latents, width, rotated, block_size = 5, 40, 8, 4
+    pool = torch.full((latents, 3, block_size, 1, width), torch.nan, dtype=dtype)
+    kv = pool[:, 1].unsqueeze(1).expand(-1, 2, -1, -1, -1)
+    plans = (
+        SequencePlan(0, (0,) * 6, 0, packed((3, 1)), None, None),
+        SequencePlan(1, (0,), 0, packed((4,)), None, None),
+    )
+    batch = make_inputs(StepPlan(1, plans, (), ()), {}, block_size, CPU).attention
+    q, k = (torch.randn(7, heads, width, generator=generator).to(dtype) for heads in (num_heads, 1))
+    rotary = rotary_table(RotaryConfig(10000.0, "default", {}), rotated, 8)
+    place, part = slice(width - rotated, width), k[..., width - rotated :]
+    pool[batch.row_pages, 1, batch.row_slots] = k
+    turned = kernels.write_kv(q[..., place], part, part[:, :0], rotary, kv[..., place], batch)
+    apart = pool[:, 1].unsqueeze(1).repeat(1, 2, 1, 1, 1)
+    expected = plain_attention.write_kv(q[..., place], part, part, rotary, apart[..., place].clone(), batch)
+    close(turned, expected)
+    assert not kv[batch.row_pages, 0, batch.row_slots][1:, :, place].equal(part[1:]), "k is rotated"
+    close(kernels.paged_attention(q, kv, batch, 0.2, None), plain_attention.paged_attention(q, apart, batch, 0.2, None))
+    assert pool[:, ::2].isnan().all(), "another layer was written"
 
 
 def test_attention_of_nothing(native: tuple[Kernels, torch.dtype]) -> None:

@@ -63,7 +63,10 @@ def _lora(family: Family) -> str:
 
 def _lora_of_experts(family: Family) -> str:
     assert family.experts is not None
-    attention = ("q", "k", "v", "o", *_RECURRENT[family.recurrent])
+    attention: tuple[str, ...] = ("q", "k", "v", "o")
+    if family.is_latent:
+        attention = ("q_a and q_b or q", "kv_a_proj_with_mqa", "kv_b", "o")
+    attention = (*attention, *_RECURRENT[family.recurrent])
     parts = ["gate, up, down of each expert"]
     if family.experts.are_fused:
         parts = ["gate_up, down of all experts (`target_parameters`)"]

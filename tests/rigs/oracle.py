@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Cohere2Config,
     CohereConfig,
+    DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
     Exaone4Config,
@@ -51,6 +52,8 @@ from transformers import (
     Ministral3Config,
     MinistralConfig,
     Mistral3Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -78,7 +81,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from motet.adapters.adapter import PER_LAYER_MODULES, RECURRENT_MODULES
+from motet.adapters.adapter import LATENT_MODULES, PER_LAYER_MODULES, RECURRENT_MODULES
 
 VOCAB_SIZE = 160
 NUM_LAYERS = 3
@@ -557,6 +560,63 @@ VARIANTS: Mapping[str, Variant] = {
             position_embedding_type="rope",
         )
     ),
+    "deepseek_v3": Variant(
+        lambda: DeepseekV3Config(
+            **SHAPE | {"num_key_value_heads": 4},
+            q_lora_rank=24,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=24,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.7,
+            n_group=3,
+            topk_group=2,
+            attention_bias=True,
+            rope_parameters={**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.2},
+        )
+    ),
+    "deepseek_v3_plain": Variant(  # q of the hidden state, halves that are rotated, sizes of their own
+        lambda: DeepseekV3Config(
+            **SHAPE | {"num_key_value_heads": 4, "tie_word_embeddings": True},
+            q_lora_rank=None,
+            kv_lora_rank=24,
+            qk_nope_head_dim=20,
+            qk_rope_head_dim=12,
+            v_head_dim=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=40,
+            first_k_dense_replace=2,
+            norm_topk_prob=False,
+            n_group=1,
+            topk_group=1,
+            rope_interleave=False,
+            rope_parameters=WIDE_ROPE,
+        ),
+        sharded=True,
+    ),
+    "mistral4": Variant(
+        lambda: Mistral4Config(
+            **SHAPE | {"num_key_value_heads": 4},
+            q_lora_rank=40,
+            kv_lora_rank=16,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=20,
+            v_head_dim=20,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=40,
+            routed_scaling_factor=1.3,
+            n_group=2,
+            topk_group=1,
+            rope_parameters=deepcopy(SCALED_ROPE),
+        )
+    ),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -694,6 +754,25 @@ WRAPPED: Mapping[str, Callable[[], PreTrainedConfig]] = {
         boi_token_index=150,
         eoi_token_index=151,
     ),
+    "mistral4_vision": lambda: Mistral3Config(
+        text_config={
+            **WRAPPED_TEXT,
+            "model_type": "mistral4",
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "rope_parameters": deepcopy(SCALED_ROPE),
+        },
+        vision_config=PIXTRAL,
+        image_token_index=152,
+        tie_word_embeddings=False,
+    ),
     "ministral3_vision": lambda: Mistral3Config(
         text_config={
             **WRAPPED_TEXT,
@@ -743,7 +822,7 @@ RECIPES: tuple[AdapterRecipe, ...] = (
         {
             "r": 16,
             "lora_alpha": 8,
-            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES, *PER_LAYER_MODULES],
+            "target_modules": [*ALL_LINEAR, *LATENT_MODULES, *RECURRENT_MODULES, *PER_LAYER_MODULES],
             "use_rslora": True,
         },
     ),
@@ -752,7 +831,7 @@ RECIPES: tuple[AdapterRecipe, ...] = (
         {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": [*ALL_LINEAR, *RECURRENT_MODULES, *PER_LAYER_MODULES],
+            "target_modules": [*ALL_LINEAR, *LATENT_MODULES, *RECURRENT_MODULES, *PER_LAYER_MODULES],
             "rank_pattern": {"q_proj": 2, "layers.1.mlp.gate_proj": 7, r".*\.0\.mlp\.(up|down)_proj": 5},
             "alpha_pattern": {"k_proj": 3, "layers.2.self_attn.v_proj": 20},
         },
@@ -833,11 +912,14 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
     targets: tuple[str, ...] = ATTENTION if has_experts and "shared_mlp" not in names else ALL_LINEAR
-    targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
+    targets = (*targets, *names.intersection((*LATENT_MODULES, *RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     fused |= GRANITE_NAMES if "shared_mlp" in names else {}
     fused |= LFM2_NAMES if "w1" in names else {}
+    if "kv_b_proj" in names:
+        queries = "q_b_proj" if "q_b_proj" in names else "q_proj"
+        fused |= {"q_proj": queries, "k_proj": "kv_b_proj", "v_proj": "kv_a_proj_with_mqa"}
     if base.config.model_type in WITHOUT_OUT_PROJ:
         targets = tuple(name for name in targets if name != "out_proj")
     for seed, recipe in enumerate(RECIPES):
@@ -1009,6 +1091,8 @@ def exact_delta_rule(
     return torch.stack(rows, dim=1).to(query.dtype), state.float() if output_final_state else None
 
 
+# transformers 5.24.0 has the class and no entry for it, and its `register` leaves classes of its own out.
+AutoModelForCausalLM._model_mapping._extra_content[Mistral4Config] = Mistral4ForCausalLM
 modeling_qwen3_5.torch_chunk_gated_delta_rule = exact_delta_rule
 modeling_qwen3_5_moe.torch_chunk_gated_delta_rule = exact_delta_rule
 modeling_qwen3_next.torch_chunk_gated_delta_rule = exact_delta_rule

@@ -149,8 +149,11 @@ class _Motet:
 
 
 def _ends_in_a_fault_of_transformers(name: str, key: str, value: Any) -> bool:
-    """YaRN takes the heads' size from `head_dim`, which MixtralConfig leaves null. Cohere 2 multiplies by a null."""
-    if name == "cohere2":
+    """YaRN takes the heads' size from `head_dim`, which MixtralConfig leaves null. Cohere 2 multiplies by a null.
+
+    So do bases with latent attention, which need no such key.
+    """
+    if name.startswith(("cohere2", "deepseek_v3", "mistral4")):
         return key == "head_dim" and value is None
     return name == "mixtral" and isinstance(value, dict) and value.get("rope_type") == "yarn"
 

@@ -33,7 +33,7 @@ from motet.workers.wire.messages import AdapterRef, SamplingParams
 BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
-BASES = ("glm4_moe", "qwen2_moe", "qwen3_5_moe", "llama4")
+BASES = ("glm4_moe", "deepseek_v3", "qwen2_moe", "qwen3_5_moe", "llama4")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 RECIPES: dict[str, dict[str, Any]] = {  # which modules, and the rest of the config
     "mlps": {"names": PROJECTIONS, "r": 3, "lora_alpha": 6},

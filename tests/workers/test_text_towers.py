@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from motet.adapters.adapter import RECURRENT_MODULES
+from motet.adapters.adapter import LATENT_MODULES, RECURRENT_MODULES
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.validation import validate
 from motet.tests.rigs.engine_rig import Stock
@@ -25,8 +25,8 @@ from motet.workers.wire.messages import SamplingParams
 
 TOLERANCE = 1e-3  # of a logit, float32
 NUM_TOKENS = 8
-OF_TEXT = r".*language_model.*\.((q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z|b|a))"
-LISTED = [*ALL_LINEAR, *RECURRENT_MODULES]
+OF_TEXT = r".*language_model.*\.((q|k|v|o|gate|up|down|out|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|in_proj_(qkv|z|b|a))"
+LISTED = [*ALL_LINEAR, *LATENT_MODULES, *RECURRENT_MODULES]
 _OWN_PREFIX = re.compile(r"(base_model\.model\.)(?:model\.language_model\.|language_model\.model\.)")
 PROMPTS = [[(11 * place + 5 * number) % 140 for place in range(9 + 13 * number)] for number in range(4)]
 

@@ -67,9 +67,9 @@ class Formats:
     weights_in_float8: bool = False  # those of attention and of dense MLPs
     kv_in_float8: bool = False
 
-    def kv_bytes(self, elements: int, head_dim: int) -> int:
-        """Of a token in one layer, whose keys have so many elements."""
-        return 2 * (elements + 4 * elements // head_dim if self.kv_in_float8 else elements * self.element_bytes)
+    def kv_bytes(self, elements: int, head_dim: int, num_sides: int = 2) -> int:
+        """Of a token in one layer, whose keys have so many elements. `num_sides`: 1: keys are its values, too."""
+        return num_sides * (elements + 4 * elements // head_dim if self.kv_in_float8 else elements * self.element_bytes)
 
 
 @dataclass(frozen=True)
@@ -171,8 +171,13 @@ class _Parts:
         model, rows = self.model, self.batch.num_rows
         hidden, attention, mlps = model.hidden_size, self._attention_kinds, _widths_of_mlps(model)
         gated = 2 if model.family.gated_attention else 1
-        yield self._linears("KQV", [(n, hidden, gated * kind.query + 2 * kind.kv) for kind, n in attention.items()])
-        yield self._linears("O", [(n, kind.query, hidden) for kind, n in attention.items()])
+        if model.latent is not None:  # what is absorbed is multiplied as often as its linear would be
+            *inputs, output = model.latent.modules(hidden, model.num_heads).values()
+            yield self._linears("KQV", [(model.num_layers, *sides) for sides in inputs])
+            yield self._linears("O", [(model.num_layers, *output)])
+        else:
+            yield self._linears("KQV", [(n, hidden, gated * kind.query + 2 * kind.kv) for kind, n in attention.items()])
+            yield self._linears("O", [(n, kind.query, hidden) for kind, n in attention.items()])
         if model.recurrent is not None:
             *inputs, output = model.recurrent.modules(hidden).values()
             num_recurrent = len(model.recurrent_layers)
@@ -244,7 +249,7 @@ class _Parts:
         queries = sum(layers * kind.query for kind, layers in self._attention_kinds.items())
         flops = 4.0 * sum(number * kind.query for kind, number in num_pairs.items())  # scores, and weighted values
         read = sum(
-            number * formats.kv_bytes(kind.kv_seen, kind.query // self.model.num_heads)
+            number * formats.kv_bytes(kind.kv_seen, kind.query // self.model.num_heads, self.model.kv_sides)
             for kind, number in num_seen.items()
         )
         return Operation(name, flops, read, 2 * num_rows * queries * formats.element_bytes)
@@ -335,11 +340,14 @@ def model_size(model: ModelConfig) -> ModelSize:
     hidden, layers, sizes = model.hidden_size, model.num_layers, model.layer_sizes
     kinds, gated = _AttentionKind.of_layers(model), 2 if model.family.gated_attention else 1
     products = sum(n * hidden * (gated * kind.query + 2 * kind.kv + kind.query) for kind, n in kinds.items())
+    if (latent := model.latent) is not None:
+        products = layers * sum(a * b for a, b in latent.modules(hidden, model.num_heads).values())
     stored = products - sum(  # where values are what keys are made of, there is one weight for both
         hidden * sizes.num_kv_heads[layer] * sizes.head_dims[layer] * sizes.keys_are_values[layer]
         for layer in model.kv_layers
     )
-    biases = sum(
+    biases = layers * (latent.num_biases if latent is not None else 0)
+    biases += sum(
         n * ((kind.query + 2 * kind.kv) * model.qkv_bias + hidden * model.output_bias) for kind, n in kinds.items()
     )
     mlps = _widths_of_mlps(model)
@@ -367,6 +375,8 @@ def model_size(model: ModelConfig) -> ModelSize:
         )
         for kind, n in kinds.items()
     ) * (model.qk_norm and family.qk_norm_has_weights)
+    if latent is not None:
+        norms += layers * (latent.rank + (latent.query_rank or 0))
     all_products, recurrent = products, model.recurrent
     if sizes.input_size:
         all_products += 3 * layers * hidden * sizes.input_size
@@ -393,6 +403,10 @@ def model_size(model: ModelConfig) -> ModelSize:
 def gang_weights_bytes(model: ModelConfig, degree: int, element_bytes: int = 2) -> int:
     """Of all workers together. Those that hold the same KV head hold its projections too; the rest counts once."""
     kinds = _AttentionKind.of_layers(model, degree)
+    if (latent := model.latent) is not None:  # what is not of heads is whole on each
+        weights = model.hidden_size * (latent.width + (latent.query_rank or 0)) + latent.num_biases
+        copied = model.num_layers * (degree - 1) * weights
+        return model_size(model).weights_bytes(element_bytes) + copied * element_bytes
     copied = sum(
         n * 2 * model.hidden_size * (kind.kv - kind.kv // kv_copies(kind.num_kv_heads, degree))
         for kind, n in kinds.items()
@@ -403,7 +417,8 @@ def gang_weights_bytes(model: ModelConfig, degree: int, element_bytes: int = 2) 
 def kv_bytes_of_a_token(model: ModelConfig, formats: Formats | None = None, degree: int = 1) -> int:
     """Of all layers, on all workers of a gang of so many."""
     formats, kinds = formats or Formats(), _AttentionKind.of_layers(model, degree)
-    return sum(n * formats.kv_bytes(kind.kv, kind.query // model.num_heads) for kind, n in kinds.items())
+    sizes = ((n, kind.kv, kind.query // model.num_heads) for kind, n in kinds.items())
+    return sum(n * formats.kv_bytes(kv, dim, model.kv_sides) for n, kv, dim in sizes)
 
 
 def state_bytes_of_a_sequence(model: ModelConfig, element_bytes: int = 2) -> int:

@@ -191,8 +191,10 @@ class Runner:
 
     @property
     def _can_be_recorded(self) -> bool:
-        """Where a step's states lie is known when it begins, and only then."""
-        return self._tables.can_be_recorded and not self._geometry.state.num_pages
+        """Where a step's states lie is known when it begins, and only then. Latent attention launches by lists."""
+        if self._geometry.state.num_pages or self._geometry.kv_sides == 1:
+            return False
+        return self._tables.can_be_recorded
 
     def _adapters_of_recordings(self, rows: DeviceRows) -> RecordedAdapters:
         if self._recorded_adapters is None:
@@ -396,6 +398,7 @@ class Runner:
             states,
             self._states,
             adapters is not None and adapters.has_narrow,
+            latent_lora=None if adapters is None else adapters.latent,
         )
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...], part: int = 0) -> StepAdapters | None:

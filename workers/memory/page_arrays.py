@@ -49,6 +49,7 @@ class PoolGeometry:
     # By layer with KV, where these lie side by side in a page: KV heads, and elements of one. None: each in its slab.
     kv_heads: tuple[tuple[int, int], ...] | None = None
     state: StatePlaces = NO_STATE
+    kv_sides: int = 2  # see `ModelConfig.kv_sides`
 
     @property
     def page_bytes(self) -> int:
@@ -84,6 +85,7 @@ def pool_of(
         config.full_layers,
         heads if sharding.spreads_kv else None,
         state,
+        config.kv_sides,
     )
 
 
@@ -102,7 +104,7 @@ def make_pool(geometry: PoolGeometry, device: torch.device) -> torch.Tensor:
 def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]:
     """The same pages as KV, by layer with attention: `[num_pages, 2, block_size, num_kv_heads, head_dim]`.
 
-    Or `Float8KV` of these.
+    Or `Float8KV` of these. Where V is read where K is, both sides are the same memory.
 
     Where tables have numbers of slabs, the slabs from the layer's own on: `[num_slabs, …]`.
     """
@@ -122,6 +124,9 @@ def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]
     shapes = [(geometry.block_size, *each) for each in heads]
     if geometry.kv_dtype == "float8":
         return tuple(float8_view(layer, *shape) for layer, shape in zip(layers, shapes, strict=True))
+    if geometry.kv_sides == 1:
+        sides = (layer.unflatten(1, shape).unsqueeze(1) for layer, shape in zip(layers, shapes, strict=True))
+        return tuple(keys.expand(-1, 2, -1, -1, -1) for keys in sides)
     return tuple(layer.unflatten(1, (2, *shape)) for layer, shape in zip(layers, shapes, strict=True))
 
 

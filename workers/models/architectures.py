@@ -28,7 +28,7 @@ WRAPPERS = {
     "Mistral3ForConditionalGeneration": Wrapper(
         "mistral3",
         FAMILIES["MistralForCausalLM"],
-        (FAMILIES["Ministral3ForCausalLM"],),
+        (FAMILIES["Ministral3ForCausalLM"], FAMILIES["Mistral4ForCausalLM"]),
         ties_by_default=True,
     ),
     "Qwen2VLForConditionalGeneration": Wrapper(

@@ -29,6 +29,7 @@ from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
 from .expert_config import ExpertConfig
 from .family import Family, Wrapper
+from .latent_config import LatentConfig
 from .layer_sizes import LayerSizes
 from .module_scales import ModuleScales
 from .quantised_config import Quantisation, read_quantisation
@@ -82,6 +83,7 @@ class ModelConfig:
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     recurrent: RecurrentConfig | None = None
     scales: ModuleScales | None = None  # of its linears
+    latent: LatentConfig | None = None  # all heads attend to one KV head, which holds it
     sizes: LayerSizes | None = None  # see `layer_sizes`
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
@@ -111,6 +113,16 @@ class ModelConfig:
         return LayerSizes.uniform(self.num_layers, self.head_dim, self.num_kv_heads, self.intermediate_size)
 
     @property
+    def rotary_dims(self) -> tuple[int, ...]:
+        """By layer, elements of a head that its rotary table is for."""
+        return self.layer_sizes.head_dims if self.latent is None else (self.latent.rotated_dim,) * self.num_layers
+
+    @property
+    def kv_sides(self) -> int:
+        """1: V is read where K is. 2: each has a place of its own in a page."""
+        return 1 if self.latent is not None else 2
+
+    @property
     def shape(self) -> BaseShape:
         """The shape that adapters must fit."""
         hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -122,6 +134,8 @@ class ModelConfig:
             "v_proj": (hidden, kv),
             "o_proj": (query, hidden),
         }
+        if self.latent is not None:
+            attn = self.latent.modules(hidden, self.num_heads)
         dense = {
             "gate_proj": (hidden, self.intermediate_size),
             "up_proj": (hidden, self.intermediate_size),
@@ -256,7 +270,7 @@ class ModelConfig:
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer; see `slab_of_head`."""
-        return self.num_kv_heads * slab_of_head(self.head_dim, block_size, kv_dtype, element_bytes)
+        return self.num_kv_heads * slab_of_head(self.head_dim, block_size, kv_dtype, element_bytes, self.kv_sides)
 
 
 _UP_TO_1: Final = ("0 to 1", 0.0, 1.0)
@@ -298,14 +312,18 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return _object_of(path) if path.is_file() else {}
 
 
-def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_bytes: int) -> int:
+def slab_of_head(head_dim: int, block_size: int, kv_dtype: KVDtype, element_bytes: int, num_sides: int = 2) -> int:
     """Elements that a page holds of one KV head in one layer: K, then V, and in float8 the scales of both.
+
+    `num_sides`: 1: of K alone, see `ModelConfig.kv_sides`.
 
     `element_bytes`: of an element of the pool; an element of KV in float8 takes one byte, and each scale four. Raises
     ValueError for sizes of which kernels could not read 16 bytes at a time.
     """
     if kv_dtype == "dtype":
-        return block_size * 2 * head_dim
+        return block_size * num_sides * head_dim
+    if num_sides == 1:
+        raise ValueError(f"kv_dtype = {kv_dtype!r} is not supported for latent attention: kv_dtype = 'dtype' is needed")
     if head_dim % 16 or block_size % 8:
         raise ValueError(
             f"kv_dtype = {kv_dtype!r}: this base has KV heads of {head_dim} and pages have {block_size} tokens, and KV "
@@ -340,10 +358,13 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     raw = with_default_rope(raw, family.default_rope)
     values = read_keys(raw, family)
     num_heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
+    latent = LatentConfig.from_values(values, family.rotated_share is not None) if family.is_latent else None
     num_kv_heads = values["num_key_value_heads"] or num_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
+    if latent is not None:
+        num_kv_heads, head_dim = 1, latent.width
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides = sliding_layers(
         values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full
@@ -354,6 +375,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     rotary_values = {**raw, **values}
     if values.get("rotary_dim") is not None:
         rotary_values.setdefault("partial_rotary_factor", values["rotary_dim"] / head_dim)
+    if latent is not None and family.rotated_share is not None:
+        rotary_values.setdefault("partial_rotary_factor", latent.rotated_dim / latent.query_dim)
     rotaries = layer_rotaries(
         rotary_values,
         slides,
@@ -365,6 +388,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     )
     if rotaries[0].factors:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
+    if latent is not None:
+        rotaries = (latent.rotary(rotaries[0]),) * len(rotaries)
     context = _context(values, rotaries, family)
     if "no_rope_layers" in values:
         scaling = {key: float(values[key]) for key in CHUNK_SCALING} if values.get("attn_temperature_tuning") else {}
@@ -390,11 +415,10 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries=rotaries,
         max_model_len=context,
         tie_word_embeddings=values["tie_word_embeddings"] if ties is None else ties,
-        qkv_bias=attention_bias or values.get("qkv_bias", family.qkv_bias),
+        qkv_bias=latent is None and (attention_bias or values.get("qkv_bias", family.qkv_bias)),
         output_bias=values.get("attention_out_bias", attention_bias and family.output_has_bias),
         mlp_bias=values.get("mlp_bias", values.get("use_bias", False)),
-        attention_scale=family.attention_scale
-        or float(values.get("attention_multiplier", values.get("query_pre_attn_scalar", head_dim) ** -0.5)),
+        attention_scale=_attention_scale(values, family, head_dim) if latent is None else latent.scale(rotaries[0]),
         attention_softcap=_number(values.get("attn_logit_softcapping")),
         logit_softcap=_number(values.get("final_logit_softcapping")),
         sliding_windows=tuple(window if slide else None for slide in slides),
@@ -403,10 +427,11 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         embedding_multiplier=float(values.get("embedding_multiplier", 1.0)),
         residual_multiplier=float(values.get("residual_multiplier", 1.0)),
         logit_multiplier=_logit_multiplier(values),
-        head_order=_head_order(family, rotaries, sizes, head_dim),
+        head_order=_head_order(family, rotaries, sizes, head_dim) if latent is None else (),
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
         recurrent=read_recurrent(values, family),
+        latent=latent,
         sizes=sizes,
         quantisation=quantisation,
     )
@@ -444,6 +469,11 @@ def _intermediate_size(values: Mapping[str, Any]) -> int:
 def _logit_multiplier(values: Mapping[str, Any]) -> float:
     factor = values.get("logit_scale", values.get("lm_head_multiplier", 1.0))
     return float(factor) / float(values.get("logits_scaling", 1.0))
+
+
+def _attention_scale(values: Mapping[str, Any], family: Family, head_dim: int) -> float:
+    by_size = values.get("query_pre_attn_scalar", head_dim) ** -0.5
+    return family.attention_scale or float(values.get("attention_multiplier", by_size))
 
 
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:

@@ -12,6 +12,7 @@ import torch
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from ...kernels.quantised import QuantisedKernels
 from .architectures import VISION_PREFIXES
+from .latent_attention import LatentAttention
 from .layer_input import load_layer_inputs
 from .layer_loader import load_layer, load_norm, residual_eps
 from .layers import (
@@ -19,6 +20,7 @@ from .layers import (
     DecoderLayer,
     ForwardContext,
     GatedMlp,
+    RecurrentMixer,
     TokenEmbeddings,
 )
 from .passes import Pass, alone
@@ -95,8 +97,11 @@ def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: 
     """How many of the layers' linears have weights of four or eight bits in memory."""
     mixers = [layer.attention for layer in layers]
     mixers += [mixer.beside for mixer in mixers if isinstance(mixer, Attention) and mixer.beside is not None]
-    linears = [mixer.qkv if isinstance(mixer, Attention) else mixer.inputs for mixer in mixers]
-    linears += [mixer.output for mixer in mixers]
+    linears = [mixer.output for mixer in mixers]
+    for mixer in mixers:
+        linears += [mixer.qkv] if isinstance(mixer, Attention) else []
+        linears += [mixer.inputs] if isinstance(mixer, LatentAttention | RecurrentMixer) else []
+        linears += [mixer.queries] if isinstance(mixer, LatentAttention) and mixer.queries is not None else []
     linears += [
         linear for layer in layers if isinstance(layer.mlp, GatedMlp) for linear in (layer.mlp.gate_up, layer.mlp.down)
     ]

@@ -110,6 +110,7 @@ class Family:
     has_value_norm: bool = False  # RMS norm without weights over each head of v
     attention_scale: float | None = None  # None: as config.json says, or by the heads' size
     has_layer_scalars: bool = False  # each layer's output is multiplied by its `layer_scalar`
+    is_latent: bool = False  # keys and values are made of one latent vector of each token: see `latent_config.py`
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property

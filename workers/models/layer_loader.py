@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ...adapters.adapter import NARROW_MODULES, PER_LAYER_MODULES, ROUTER, SHARED_MODULES
+from ...adapters.adapter import ABSORBED, NARROW_MODULES, PER_LAYER_MODULES, ROUTER, SHARED_MODULES
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.quantised import QuantisedWeight, joined
 from .config import ModelConfig
 from .family import ExpertNames
+from .latent_attention import AbsorbedWeights, LatentAttention
+from .latent_config import LatentConfig
 from .layer_input import LayerInput, LayerInputs
 from .layers import (
     Attention,
@@ -20,13 +22,14 @@ from .layers import (
     GatedMlp,
     HeadNorm,
     LoraLinear,
+    Mixer,
     NarrowLinear,
     RecurrentMixer,
     SharedExpert,
     WideLinear,
 )
 from .recurrent_rules import load_group_norm, load_rule
-from .rotary_config import NO_ROTARY
+from .rotary_config import NO_ROTARY, QUERY_SCALING
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
@@ -47,7 +50,7 @@ def load_layer(
     loader.split_fused()
     return DecoderLayer(
         index,
-        loader.attention() if index in config.attention_layers else loader.recurrent(),
+        loader.mixer(),
         loader.experts() if has_experts and not is_beside else loader.mlp(),
         attention_norm=loader.norm(config.family.attention_norm),
         mlp_norm=loader.norm(config.family.mlp_norm),
@@ -103,6 +106,55 @@ class _LayerLoader:
             num_rows = {name: self._config.shape.modules[name][1] for name in parts}
             rows = {f"{self.prefix}{block}.{name}.weight": number for name, number in num_rows.items()}
             self._checkpoint.split(f"{self.prefix}{path}.weight", rows)
+
+    def mixer(self) -> Mixer:
+        if self._index not in self._config.attention_layers:
+            return self.recurrent()
+        return self.attention() if self._config.latent is None else self.latent_attention(self._config.latent)
+
+    def latent_attention(self, sizes: LatentConfig) -> LatentAttention:
+        config, shape = self._config, self._config.shape
+        (start, stop), options = self._sharding.heads, config.rotaries[self._index].options
+        of_queries, queries, query_norm = (start * sizes.query_dim, stop * sizes.query_dim), None, None
+        if sizes.query_rank is None:
+            parts = {"q_proj": of_queries, "kv_a_proj_with_mqa": None}
+        else:
+            parts = {"q_a_proj": None, "kv_a_proj_with_mqa": None}
+            weight = self._stored("self_attn.q_b_proj", *shape.modules["q_b_proj"], of_queries)
+            queries = LoraLinear(self._packed([weight]), None, self._places("q_b_proj"))
+            query_norm = self._attention_norm("q_a_layernorm", sizes.query_rank)
+        weights = [self._stored(f"self_attn.{name}", *shape.modules[name], part) for name, part in parts.items()]
+        of_head, num_in = sizes.plain_dim + sizes.value_dim, config.num_heads * sizes.value_dim
+        rows = self._rows(f"self_attn.{ABSORBED}", *shape.modules[ABSORBED], (start * of_head, stop * of_head))
+        keys, values = rows.unflatten(0, (-1, of_head)).split([sizes.plain_dim, sizes.value_dim], dim=1)
+        part = start * sizes.value_dim, stop * sizes.value_dim
+        return LatentAttention(
+            LoraLinear(self._packed(weights), self._latent_bias(sizes), self._places(*parts)),
+            queries,
+            query_norm,
+            self._attention_norm("kv_a_layernorm", sizes.rank),
+            AbsorbedWeights(keys.contiguous(), values.transpose(1, 2).contiguous()),
+            self._row_linear("o_proj", num_in, part, self._places("o_proj"), config.output_bias),
+            sizes,
+            stop - start,
+            config.attention_scale,
+            options if QUERY_SCALING in options else None,
+            config.kv_layers.index(self._index),
+        )
+
+    def _latent_bias(self, sizes: LatentConfig) -> torch.Tensor | None:
+        if not sizes.has_input_bias:
+            return None
+        biases = [self._checkpoint.take(f"{self.prefix}self_attn.kv_a_proj_with_mqa.bias", (sizes.width,))]
+        if sizes.query_rank is not None:
+            biases.insert(0, self._checkpoint.take(f"{self.prefix}self_attn.q_a_proj.bias", (sizes.query_rank,)))
+        else:  # q_proj has none
+            start, stop = self._sharding.heads
+            biases.insert(0, biases[0].new_zeros((stop - start) * sizes.query_dim))
+        return torch.cat(biases)
+
+    def _attention_norm(self, name: str, width: int) -> torch.Tensor:
+        return load_norm(f"{self.prefix}self_attn.{name}", width, self._sharding, self._checkpoint)
 
     def attention(self) -> Attention:
         config, sharding, sizes, layer = self._config, self._sharding, self._config.layer_sizes, self._index

@@ -11,6 +11,7 @@ from ...kernels.attention import AttentionBatch, LayerKV
 from ...kernels.backend import Kernels, LinearWeight
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
+from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch
 from ...kernels.norms import Activation, scale_to_unit
 from ...kernels.recurrence import LayerState, Rule, StateBatch
@@ -44,6 +45,7 @@ class ForwardContext:
     state_places: tuple[LayerState, ...] = ()  # by layer with a recurrent state
     has_narrow_lora: bool = False  # an adapter has LoRA of a router or of a shared expert's gate
     tokens: TokenEmbeddings | None = None  # None: no layer takes of its token what is not in the residual
+    latent_lora: LatentLoraBatch | None = None  # None: no row has LoRA of what latent attention absorbs
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,15 @@ class RecurrentMixer:
         return self.output(mixed, layer, context)
 
 
+class Mixer(Protocol):
+    """The first half of a layer: this worker's partial sum, `[num_rows, hidden]`."""
+
+    @property
+    def output(self) -> LoraLinear: ...
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor: ...
+
+
 class Mlp(Protocol):
     """The second half of a layer, dense or with experts: this worker's partial sum, `[num_rows, hidden]`."""
 
@@ -225,7 +236,7 @@ class LayerEnd(Protocol):
 @dataclass(frozen=True)
 class DecoderLayer:
     index: int
-    attention: Attention | RecurrentMixer
+    attention: Mixer
     mlp: Mlp
     attention_norm: torch.Tensor | None  # [hidden]; None: attention reads the residual
     mlp_norm: torch.Tensor | None

@@ -40,16 +40,17 @@ def rotary_table(config: RotaryConfig, head_dim: int, num_positions: int) -> tor
     table[:, 0] = 1.0
     table[:, :, : num_rotated // 2] = torch.stack((angles.cos(), angles.sin()), dim=1) * amplitude
     if QUERY_SCALING in config.options or CHUNK_SCALING[0] in config.options:
-        return torch.cat((table, table * query_scales(config.options, num_positions)[:, None, None]), dim=1)
+        scales = query_scales(config.options, torch.arange(num_positions))
+        return torch.cat((table, table * scales[:, None, None]), dim=1)
     return table
 
 
-def query_scales(options: Mapping[str, float], num_positions: int) -> torch.Tensor:
-    """`[num_positions]`: what a query is multiplied by, more with each original context before it (Llama 4)."""
+def query_scales(options: Mapping[str, float], positions: torch.Tensor) -> torch.Tensor:
+    """Float32: what the queries at these positions are multiplied by, more with each original context (Llama 4)."""
     if CHUNK_SCALING[0] in options:
         scale, floor = (options[key] for key in CHUNK_SCALING)
-        return 1 + scale * torch.log1p(torch.floor((torch.arange(num_positions) + 1.0) / floor))
-    contexts = torch.floor(torch.arange(num_positions) / options["original_max_position_embeddings"])
+        return 1 + scale * torch.log1p(torch.floor((positions + 1.0) / floor))
+    contexts = torch.floor(positions / options["original_max_position_embeddings"])
     return 1 + options[QUERY_SCALING] * torch.log(1 + contexts)
 
 

@@ -10,6 +10,7 @@ from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
 from ..config import ExpertSharding, KVDtype
 from .config import ModelConfig, slab_of_head
+from .latent_config import LatentConfig
 from .recurrent_config import Range as Range
 from .recurrent_config import RecurrentPart
 
@@ -107,18 +108,29 @@ class ModelSharding:
     def linears(self) -> tuple[tuple[int, int], ...]:
         """Inputs and outputs of each linear of dense layers, as this worker multiplies it."""
         hidden, sizes, query = self.config.hidden_size, self.config.layer_sizes, self.heads[1] - self.heads[0]
+        latent = self.config.latent
         gates, kinds = query if self.config.family.gated_attention else 0, dict[tuple[int, int], None]()
         for layer, dim in enumerate(sizes.head_dims):
             kv = self.num_kv_heads_of(layer) if sizes.kv_sources[layer] == layer else 0
             start, stop = self.intermediate_of(layer)
-            attention = (hidden, (query + gates + 2 * kv) * dim), (query * dim, hidden)
-            kinds |= dict.fromkeys((*attention, (hidden, 2 * (stop - start)), (stop - start, hidden)))
+            if latent is not None:
+                kinds |= dict.fromkeys(self._latent_linears(latent))
+            else:
+                kinds |= dict.fromkeys(((hidden, (query + gates + 2 * kv) * dim), (query * dim, hidden)))
+            kinds |= dict.fromkeys(((hidden, 2 * (stop - start)), (stop - start, hidden)))
         linears = tuple(kinds)
         if self.config.recurrent is None:
             return linears
         part = self.recurrent
         num_out = sum(stop - start for pieces in part.outputs.values() for start, stop in pieces)
         return *linears, (hidden, num_out), (part.inputs[1] - part.inputs[0], hidden)
+
+    def _latent_linears(self, latent: LatentConfig) -> tuple[tuple[int, int], ...]:
+        hidden, num_heads = self.config.hidden_size, self.heads[1] - self.heads[0]
+        query, output = num_heads * latent.query_dim, (num_heads * latent.value_dim, hidden)
+        if latent.query_rank is None:
+            return (hidden, query + latent.width), output
+        return (hidden, latent.query_rank + latent.width), (latent.query_rank, query), output
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer of this worker; see `slab_of_head`.
@@ -139,7 +151,8 @@ class ModelSharding:
     def kv_slab(self, layer: int, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements of the KV of `block_size` tokens in a layer of this worker."""
         head_dim = self.config.layer_sizes.head_dims[layer]
-        return self.num_kv_heads_of(layer) * slab_of_head(head_dim, block_size, kv_dtype, element_bytes)
+        slab = slab_of_head(head_dim, block_size, kv_dtype, element_bytes, self.config.kv_sides)
+        return self.num_kv_heads_of(layer) * slab
 
     def layout(self, block_size: int, dtype: Dtype, kv_dtype: KVDtype = "dtype") -> AdapterLayout:
         """How adapters are packed for this worker."""
@@ -183,6 +196,13 @@ class ModelSharding:
                 outputs[entry] = self.layer_inputs
             elif module == "per_layer_projection":
                 inputs[entry] = self.layer_inputs
+        if (latent := self.config.latent) is not None:
+            start, stop = self.heads
+            queries = "q_proj" if latent.query_rank is None else "q_b_proj"
+            outputs[queries] = start * latent.query_dim, stop * latent.query_dim
+            of_head = latent.plain_dim + latent.value_dim
+            outputs["kv_b_proj"] = start * of_head, stop * of_head
+            inputs["o_proj"] = start * latent.value_dim, stop * latent.value_dim
         return outputs, inputs
 
     def _mlp_features(self) -> dict[str, int]:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.adapter import EXPERT_MODULES, MAX_RANK, NARROW_MODULES
+from ...adapters.adapter import ABSORBED, EXPERT_MODULES, MAX_RANK, NARROW_MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.backend import Kernels
 from ...kernels.expert_lora import ExpertLoraBatch
+from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
 
 
@@ -21,6 +22,7 @@ class StepAdapters:
     lora: LoraBatch
     experts: ExpertLoraBatch | None  # None: no adapter has parts for experts
     has_narrow: bool = False  # an adapter has LoRA of NARROW_MODULES
+    latent: LatentLoraBatch | None = None  # None: no adapter has LoRA of what latent attention absorbs
 
 
 class AdapterTables:
@@ -36,6 +38,9 @@ class AdapterTables:
             return LoraGeometry(layout.shape.num_layers, layout.slab, layout.tile, sides)
 
         self._narrow = [place for place, entry in enumerate(layout.shape.dense_modules) if entry in NARROW_MODULES]
+        self._absorbed = None
+        if ABSORBED in layout.shape.modules:
+            self._absorbed = layout.shape.dense_modules.index(ABSORBED)
         self._geometry, self._experts = of(layout.shape.dense_modules), layout.shape.experts
         self._expert_geometry = of(EXPERT_MODULES) if self._experts is not None else None
 
@@ -54,7 +59,11 @@ class AdapterTables:
         if self._expert_geometry is not None:
             experts = self._kernels.expert_lora.prepare(segments, self._expert_geometry, self._device)
         has_narrow = any(segment.adapter.modules[place].rank for segment in segments for place in self._narrow)
-        return StepAdapters(self._kernels.lora.prepare(segments, self._geometry, self._device), experts, has_narrow)
+        lora = self._kernels.lora.prepare(segments, self._geometry, self._device)
+        latent = None
+        if self._absorbed is not None:
+            latent = LatentLoraBatch.make(segments, self._geometry, self._absorbed)
+        return StepAdapters(lora, experts, has_narrow, latent)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
         """Tables for the adapters of `num_rows` and `num_segments`; None: graphs cannot have adapters of this base."""

@@ -40,6 +40,7 @@ from ...kernels.step import (
 )
 from ..parallel import Parallel
 from .decoder import Decoder
+from .latent_attention import LatentAttention
 from .layer_input import LayerInput
 from .layers import (
     EXPERT_DOWN,
@@ -96,6 +97,8 @@ def why_not(decoder: Decoder, kernels: Kernels, parallel: Parallel, kv: Sequence
         return "several workers exchange sums within a step"
     if kernels.float8 is not None or not all(isinstance(layer, torch.Tensor) for layer in kv):
         return "weights or KV have eight bits"
+    if any(isinstance(layer.attention, LatentAttention) for layer in decoder.layers):
+        return "the weights that latent attention absorbs are multiplied by torch"
     assert kernels.step is not None
     return kernels.step.why_not([heads_of(attention) for attention in _attentions(decoder)])
 
@@ -127,6 +130,7 @@ def program_of(
                 beside = _recurrence(mixer.beside, x, layer.index, states[mixer.beside.state_index], BESIDE)
                 mixing = chain(beside, mixing, [Add(BESIDE, OUTPUT)])
         else:
+            assert isinstance(mixer, RecurrentMixer)
             mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index], OUTPUT)
         widths = whole | _widths(layer, hidden)
         operations += [_named(each, widths, registers) for each in _layer(layer, mixing, is_added)]
@@ -161,7 +165,7 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     """By register, of those that the layer has beside the residual's."""
     widths: dict[int, int] = {}
     mixer, mlp = layer.attention, layer.mlp
-    recurrent = mixer if isinstance(mixer, RecurrentMixer) else mixer.beside
+    recurrent = mixer if isinstance(mixer, RecurrentMixer) else mixer.beside if isinstance(mixer, Attention) else None
     if recurrent is not None:
         widths |= {RECURRENT: recurrent.rule.width, MIXED: recurrent.output.weight.num_in, BESIDE: hidden}
     if isinstance(mixer, Attention):
