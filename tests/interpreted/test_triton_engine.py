@@ -41,7 +41,7 @@ class Bench:
     stock: Stock
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "mixtral", "gpt_oss"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "mixtral", "gpt_oss", "llama4"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp(request.param)
     # Rows of experts' adapters with runs of 16 elements, as Triton needs them.
