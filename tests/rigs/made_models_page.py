@@ -68,6 +68,8 @@ def _lora_of_experts(family: Family) -> str:
         attention = ("q_a and q_b or q", "kv_a_proj_with_mqa", "kv_b", "o")
     attention = (*attention, *_RECURRENT[family.recurrent])
     parts = ["gate, up, down of each expert"]
+    if family.experts_beside:
+        parts = ["gate, up, down, those of all experts (`target_parameters`), the linears of per-layer embeddings"]
     if family.experts.are_fused:
         parts = ["gate_up, down of all experts (`target_parameters`)"]
     if _DENSE_KEYS & family.defaults.keys():
