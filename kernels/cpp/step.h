@@ -175,7 +175,8 @@ class Step {
             case StepKind::kAddNorm:
                 return add_norm(op);
             case StepKind::kAdd:
-                return motet::add_rows(of(op.x), of(op.to), call.num_rows, op.add.width, float(op.add.scale), num_threads);
+                return motet::add_rows(of(op.x), of(op.to), call.num_rows, op.add.width, float(op.add.scale),
+                                       num_threads);
             case StepKind::kJoinEmbedding:
                 return join(op);
             case StepKind::kNorm:

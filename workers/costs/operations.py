@@ -374,8 +374,11 @@ def model_size(model: ModelConfig) -> ModelSize:
     small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
     if recurrent is not None:
         num_recurrent = len(model.recurrent_layers)
-        all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
+        *inputs, output = recurrent.modules(hidden).values()
+        all_products += num_recurrent * sum(a * b for a, b in (*inputs, output))
         small += num_recurrent * recurrent.num_weights
+        small += num_recurrent * recurrent.has_bias * sum(num_out for _, num_out in inputs)
+        small += num_recurrent * recurrent.output_has_bias * hidden
         norms += num_recurrent * recurrent.norm_width
     if experts is not None and experts.is_beside:
         norms += num_sparse * (4 * hidden + experts.num_experts)

@@ -60,7 +60,7 @@ class RecurrentConfig(ABC):
     @property
     @abstractmethod
     def num_weights(self) -> int:
-        """Of a layer beside those of its linears, the weights of norms left out."""
+        """Of a layer beside its linears and norm."""
 
     @property
     @abstractmethod
@@ -171,7 +171,7 @@ class ConvolutionConfig(RecurrentConfig):
 
     @property
     def num_weights(self) -> int:
-        return self.hidden * (self.kernel + 5 * self.has_bias)
+        return self.hidden * (self.kernel + self.has_bias)
 
     @property
     def shared(self) -> Mapping[str, int]:
