@@ -534,6 +534,19 @@ VARIANTS: Mapping[str, Variant] = {
             time_step_limit=[0.1, 1.5],
         )
     ),
+    "granite_hybrid_moe": Variant(
+        lambda: GraniteMoeHybridConfig(
+            **SHAPE | {"intermediate_size": 40},
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            shared_intermediate_size=56,
+            layer_types=["linear_attention", "full_attention", "full_attention"],
+            attention_multiplier=0.3,
+            residual_multiplier=0.6,
+            mamba_n_heads=8,
+            mamba_d_state=12,
+        )
+    ),
     "granite4_dense": Variant(
         lambda: GraniteMoeHybridConfig(
             **SHAPE | {"tie_word_embeddings": True},
@@ -818,7 +831,7 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
-    targets: tuple[str, ...] = ATTENTION if has_experts else ALL_LINEAR
+    targets: tuple[str, ...] = ATTENTION if has_experts and "shared_mlp" not in names else ALL_LINEAR
     targets = (*targets, *names.intersection((*RECURRENT_MODULES, *PER_LAYER_MODULES)))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}

@@ -138,9 +138,9 @@ class ModelConfig:
         dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
         modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
         some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
-        if dense_layers:
+        if dense_layers or names.beside_dense:
             modules |= dense
-            some_layers |= dict.fromkeys(dense, dense_layers)
+            some_layers |= {} if names.beside_dense else dict.fromkeys(dense, dense_layers)
             paths |= dense_paths
         if experts.shared_intermediate_size:
             shared = experts.shared_modules(hidden)
@@ -208,7 +208,7 @@ class ModelConfig:
             head_order=self.head_order,
             gated_head_dim=self.head_dim if self.family.gated_attention else None,
             layers=layers,
-            paths={**self.family.paths, **{name: f"{block}{name}" for name in recurrent}, **paths},
+            paths={**{name: f"{block}{name}" for name in recurrent}, **paths, **self.family.paths},
             output_groups={} if self.recurrent is None else self.recurrent.output_groups,
             output_scales={} if self.scales is None else self.scales.weights,
             is_wrapped=self.is_wrapped,
@@ -344,10 +344,6 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
-    if family.experts is None and values.get("num_local_experts"):
-        raise ValueError(
-            f"num_local_experts = {values['num_local_experts']!r} is not supported for {family.name}: 0 is accepted"
-        )
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
     slides = sliding_layers(
         values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full

@@ -111,7 +111,7 @@ class ExpertConfig:
             shared_intermediate_size=_shared_size(values, width),
             shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
-            is_beside=family.experts_beside,
+            is_beside=family.experts_beside or family.experts.beside_dense,
         )
 
 

@@ -27,6 +27,15 @@ _QWEN_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 _DEEPSEEK_EXPERTS = replace(_QWEN_EXPERTS, bias="gate.e_score_correction_bias", shared="shared_experts", shared_gate="")
 _DEEPSEEK_ROUTING = Routing(scoring="sigmoid", has_bias=True, eps=1e-20)
 
+_GRANITE_EXPERTS = replace(
+    _QWEN_EXPERTS,
+    block="block_sparse_moe",
+    router="router.layer",
+    mlp="block_sparse_moe",
+    stacked=("input_linear.weight", "output_linear.weight"),
+    are_parameters=True,
+)
+
 COMMON: dict[str, Any] = {
     "num_key_value_heads": None,  # as many as heads
     "head_dim": None,  # the hidden size divided by the heads
@@ -227,6 +236,8 @@ FAMILIES = {
             "position_embedding_type": None,
             "layer_types": None,
         },
+        experts=replace(_GRANITE_EXPERTS, beside_dense=True),
+        always_normalized=True,
         recurrent="mamba",
         fused={"shared_mlp.input_linear": ("gate_proj", "up_proj")},
         paths={
@@ -361,14 +372,7 @@ FAMILIES = {
             "num_local_experts": 8,
             "num_experts_per_tok": 2,
         },
-        experts=replace(
-            _QWEN_EXPERTS,
-            block="block_sparse_moe",
-            router="router.layer",
-            mlp="block_sparse_moe",
-            stacked=("input_linear.weight", "output_linear.weight"),
-            are_parameters=True,
-        ),
+        experts=_GRANITE_EXPERTS,
         always_normalized=True,
     ),
     "MixtralForCausalLM": Family(

@@ -32,6 +32,7 @@ class ExpertNames:
     take_turns: bool = False
     mlp: str = "mlp"  # the block of a layer with dense linears or experts, in the model
     stacked: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")  # where all experts are in two tensors
+    beside_dense: bool = False  # layers with experts have a dense MLP too, and add both
     are_parameters: bool = False  # as in transformers, where PEFT finds no modules of theirs; fused ones are
     factors: str = ""  # of the experts' weights, once chosen; empty: none
 

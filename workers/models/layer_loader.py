@@ -259,6 +259,7 @@ class _LayerLoader:
             shared=self._shared_expert(names),
             choice_bias=self._choice_bias(f"{names.prefix}{names.bias}"),
             factors=self._factors(names),
+            dense=self.mlp() if names.beside_dense else None,
             **biases,
         )
 

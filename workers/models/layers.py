@@ -310,6 +310,7 @@ class ExpertMlp:
     routing: Routing
     activation: Activation
     shared: SharedExpert | None
+    dense: GatedMlp | None = None  # computes every row too (Granite 4)
     choice_bias: torch.Tensor | None = None  # [num_experts] float32, of the scores for the choice alone
     gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
     down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
@@ -339,6 +340,8 @@ class ExpertMlp:
         if adapters is not None:
             lora.add(down, inner, context.pool, layer, adapters, EXPERT_DOWN)
         y = kernels.combine(down, groups, len(x))
+        if self.dense is not None:
+            y = y + self.dense(x, layer, context)
         if self.shared is not None:
             y = y + self.shared(x, layer, self.activation, context)
         return y

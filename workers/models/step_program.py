@@ -176,6 +176,9 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
         widths |= {SCORES: mlp.num_experts, PADDED_SCORES: mlp.router.padded_out}
         widths |= {PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
         widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
+        if mlp.dense is not None:
+            widths |= {GATE_UP: mlp.dense.gate_up.weight.num_out, INNER: mlp.dense.down.weight.num_in}
+            widths |= {SHARED_OUTPUT: hidden}
         if mlp.shared is not None:
             shared, down, gate = mlp.shared.gate_up.weight, mlp.shared.down.weight, mlp.shared.gate
             widths |= {SHARED_GATE_UP: shared.num_out, SHARED_INNER: down.num_in, SHARED_OUTPUT: hidden}
@@ -283,6 +286,11 @@ def _experts(mlp: ExpertMlp, layer: DecoderLayer, x: int, routed: int, to: int) 
     yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down, mlp.down_bias)
     yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
     yield CombinePairs(PAIRS_OUTPUT, to)
+    if (dense := mlp.dense) is not None:
+        yield from _linear(dense.gate_up, x, GATE_UP, layer.index)
+        yield Gated(GATE_UP, INNER, dense.activation)
+        yield from _linear(dense.down, INNER, SHARED_OUTPUT, layer.index)
+        yield Add(SHARED_OUTPUT, to)
     if (shared := mlp.shared) is not None:
         yield from _linear(shared.gate_up, x, SHARED_GATE_UP, layer.index)
         yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
