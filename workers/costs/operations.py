@@ -380,7 +380,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         small += num_recurrent * recurrent.has_bias * sum(num_out for _, num_out in inputs)
         small += num_recurrent * recurrent.output_has_bias * hidden
         norms += num_recurrent * recurrent.norm_width
-    if experts is not None and experts.is_beside:
+    if experts is not None and model.family.experts_beside:
         norms += num_sparse * (4 * hidden + experts.num_experts)
     of_tokens = embedding + sizes.input_vocab_size * layers * sizes.input_size
     return ModelSize(
