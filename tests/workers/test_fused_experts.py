@@ -132,6 +132,7 @@ class Case:
         "qwen3_5_moe",
         "qwen3_next",
         "glm4_moe",
+        "deepseek_v3",
         "minimax_m2",
         "gemma4_moe",
         "llama4",

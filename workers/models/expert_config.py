@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,6 +80,8 @@ class ExpertConfig:
         step = int(values.get("decoder_sparse_step", step))
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
         dense |= {*range(int(values.get("first_k_dense_replace", 0)))}
+        if "mlp_layer_types" in values:
+            dense |= _dense_layers(values["mlp_layer_types"], int(values["num_hidden_layers"]))
         if (sparse := values.get("moe_layers")) is not None:
             dense, step = {*range(int(values["num_hidden_layers"]))}.difference(sparse), 1
         layers = tuple(
@@ -116,6 +118,14 @@ def _shared_size(values: Mapping[str, Any], width: int) -> int | None:
         return width * int(values["n_shared_experts"])
     size = width if "intermediate_size_mlp" in values else values.get("shared_expert_intermediate_size")
     return None if size is None else int(size)
+
+
+def _dense_layers(kinds: Sequence[str] | None, num_layers: int) -> set[int]:
+    """Those that `mlp_layer_types` names so; of null, the first one. Raises ValueError for other kinds."""
+    kinds = kinds or ["dense", *["sparse"] * (num_layers - 1)]
+    if len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ValueError(f"mlp_layer_types = {kinds}: 'dense' or 'sparse' for each of {num_layers} layers is needed")
+    return {layer for layer, kind in enumerate(kinds) if kind == "dense"}
 
 
 def _check_groups(routing: Routing, num_experts: int) -> None:
