@@ -312,7 +312,6 @@ class _LayerLoader:
             dense=self.mlp() if names.beside_dense else None,
             choice_bias=self._choice_bias(f"{names.prefix}{names.bias}"),
             factors=self._factors(names),
-            dense=self.mlp() if names.beside_dense else None,
             **biases,
         )
 
