@@ -27,6 +27,8 @@ _NAMES = """
     Gemma2 Gemma3Text Gemma3 Gemma4Text Gemma4 GptOss Llama4 Phi3 Mixtral Granite GraniteMoeHybrid Olmo3 SmolLM3 Glm4
     Glm4Moe DeepseekV3 NemotronH Cohere2 SeedOss Exaone4 Lfm2 FalconH1 MiniMaxM2
 """
+# What every release says and the default config does not: Granite 4's has no layer with attention.
+_PUBLISHED = {"GraniteMoeHybrid": {"layer_types": [*["mamba"] * 5, "attention", *["mamba"] * 26]}}
 
 
 def architecture_of(model_type: str) -> str:
@@ -37,7 +39,7 @@ def architecture_of(model_type: str) -> str:
 
 def problem_of(family: str, folder: Path) -> str:
     """Why it is refused; empty: it is served."""
-    config = getattr(transformers, f"{family}Config")()
+    config = getattr(transformers, f"{family}Config")(**_PUBLISHED.get(family, {}))
     config.architectures = [architecture_of(config.model_type)]
     config.save_pretrained(folder)
     try:

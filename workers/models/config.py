@@ -8,23 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from ...adapters.adapter import (
-    MODULES,
-    PER_LAYER_MODULES,
-    ROUTER,
-    SHARED_MODULES,
     BaseShape,
-    ExpertShape,
-    name_of,
-    packing_order,
 )
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
 from ..window_pages import FullLayers
+from .adapter_shape import adapter_shape
 from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
 from .expert_config import ExpertConfig
@@ -122,111 +115,10 @@ class ModelConfig:
         """1: V is read where K is. 2: each has a place of its own in a page."""
         return 1 if self.latent is not None else 2
 
-    @property
+    @cached_property
     def shape(self) -> BaseShape:
         """The shape that adapters must fit."""
-        hidden, query, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        gated = self.family.gated_attention
-        all_query = 2 * query if gated else query
-        attn = {
-            "q_proj": (hidden, all_query),
-            "k_proj": (hidden, kv),
-            "v_proj": (hidden, kv),
-            "o_proj": (query, hidden),
-        }
-        if self.latent is not None:
-            attn = self.latent.modules(hidden, self.num_heads)
-        dense = {
-            "gate_proj": (hidden, self.intermediate_size),
-            "up_proj": (hidden, self.intermediate_size),
-            "down_proj": (self.intermediate_size, hidden),
-        }
-        experts, names = self.experts, self.family.experts
-        dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
-        if self.sizes is not None:
-            return self._shape_of_sizes(self.sizes)
-        if experts is None or names is None:
-            return self._shape_of(attn | dense, paths=dense_paths)
-        shape = experts.shape(names)
-        layers = shape.layers
-        dense_layers = tuple(layer for layer in range(self.num_layers) if layer not in layers)
-        modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
-        some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
-        if dense_layers or names.beside_dense:
-            modules |= dense
-            some_layers |= {} if names.beside_dense else dict.fromkeys(dense, dense_layers)
-            paths |= dense_paths
-        if experts.shared_intermediate_size:
-            shared = experts.shared_modules(hidden)
-            modules |= shared
-            some_layers |= dict.fromkeys(shared, layers)
-            paths |= {each: f"{names.mlp}.{names.shared}.{each.partition('.')[2]}" for each in SHARED_MODULES}
-        return self._shape_of(modules, shape, some_layers, paths)
-
-    def _shape_of_sizes(self, sizes: LayerSizes) -> BaseShape:
-        """Of layers of different sizes: those of a size that is not the first layer's have entries of their own."""
-        hidden, width = self.hidden_size, sizes.input_size
-        modules: dict[str, tuple[int, int]] = {}
-        layers: dict[str, tuple[int, ...]] = {}
-        copies: dict[str, str] = {}
-
-        def add(layer: int, module: str, is_first: bool, kind: str, num_in: int, num_out: int) -> str:
-            entry = module if is_first else f"{kind}:{module}"
-            modules[entry], layers[entry] = (num_in, num_out), (*layers.get(entry, ()), layer)
-            return entry
-
-        for layer in range(self.num_layers):
-            dim, kv_heads, are_values, mlp = (
-                size[layer]
-                for size in (sizes.head_dims, sizes.num_kv_heads, sizes.keys_are_values, sizes.intermediate_sizes)
-            )
-            query, kv = self.num_heads * dim, kv_heads * dim
-            is_first = (dim, kv_heads, are_values) == (self.head_dim, self.num_kv_heads, False)
-            add(layer, "q_proj", is_first, "full", hidden, query)
-            add(layer, "o_proj", is_first, "full", query, hidden)
-            if sizes.kv_sources[layer] == layer:
-                add(layer, "k_proj", is_first, "full", hidden, kv)
-                values = add(layer, "v_proj", is_first, "full", hidden, kv)
-                if are_values:
-                    copies[values] = "k_proj"
-            for module in ("gate_proj", "up_proj"):
-                add(layer, module, mlp == self.intermediate_size, "wide", hidden, mlp)
-            add(layer, "down_proj", mlp == self.intermediate_size, "wide", mlp, hidden)
-        if width:
-            modules |= dict(zip(PER_LAYER_MODULES, ((hidden, width), (width, hidden), (hidden, width)), strict=True))
-        shape, paths, experts = None, dict[str, str](), self.experts
-        if experts is not None and self.family.experts is not None:
-            modules |= experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
-            paths = {ROUTER: self.family.experts.router}
-            shape = experts.shape(self.family.experts)
-        return replace(self._shape_of(modules, shape, layers, paths), copies=copies)
-
-    def _shape_of(
-        self,
-        modules: dict[str, tuple[int, int]],
-        experts: ExpertShape | None = None,
-        some_layers: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-        paths: Mapping[str, str] = MappingProxyType({}),
-    ) -> BaseShape:
-        """`modules`: without those of layers with a recurrent state. `some_layers`: of modules that not all have."""
-        recurrent = {} if self.recurrent is None else self.recurrent.modules(self.hidden_size)
-        layers = {**some_layers, **dict.fromkeys(recurrent, self.recurrent_layers)}
-        block = "" if self.recurrent is None else f"{self.recurrent.block}."
-        if recurrent:
-            layers |= dict.fromkeys(MODULES[:4], self.attention_layers)
-        return BaseShape(
-            self.num_layers,
-            dict(sorted((modules | recurrent).items(), key=lambda item: packing_order(name_of(item[0])))),
-            experts,
-            fused={path.rpartition(".")[2]: parts for path, parts in self.family.fused.items()},
-            head_order=self.head_order,
-            gated_head_dim=self.head_dim if self.family.gated_attention else None,
-            layers=layers,
-            paths={**{name: f"{block}{name}" for name in recurrent}, **paths, **self.family.paths},
-            output_groups={} if self.recurrent is None else self.recurrent.output_groups,
-            output_scales={} if self.scales is None else self.scales.weights,
-            is_wrapped=self.is_wrapped,
-        )
+        return adapter_shape(self)
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:

@@ -37,6 +37,11 @@ class ExpertNames:
     factors: str = ""  # of the experts' weights, once chosen; empty: none
 
     @property
+    def are_stacked(self) -> bool:
+        """No file has the experts one by one."""
+        return not self.stacked[0].startswith("experts.")
+
+    @property
     def prefix(self) -> str:
         """What stands before the names within a layer."""
         return f"{self.block}." if self.block else ""

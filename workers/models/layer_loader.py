@@ -295,7 +295,7 @@ class _LayerLoader:
         hidden, (first, stop) = self._config.hidden_size, self._sharding.experts
         if names.are_fused:
             gate_up, down = self._fused_experts(names)
-        elif f"{self.prefix}{names.prefix}{names.stacked[0]}" in self._checkpoint:
+        elif names.are_stacked or f"{self.prefix}{names.prefix}{names.stacked[0]}" in self._checkpoint:
             gate_up, down = self._stacked_experts(names)
         else:
             gate_up, down = self._single_experts(names)
