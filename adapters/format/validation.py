@@ -329,11 +329,12 @@ def _match_names(
 ) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and duplicate ones."""
     names: dict[_Key, str] = {}
+    modules = frozenset(shape.names)
     for name in tensor_names:
         key = parse_tensor_name(name, shape.modules_by_path)
         entry = "" if key is None else family_of_module(key[1])
         is_at_its_path = key is None or entry not in EXPERT_MODULES or f".{shape.path(key[1])}." in name
-        if key is None or entry not in shape.names or not is_at_its_path or not _begins(name, prefix):
+        if key is None or entry not in modules or not is_at_its_path or not _begins(name, prefix):
             _refuse_tensor(name, shape)
         elif key in names:
             raise AdapterInvalid(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from math import gcd
 from typing import Literal, NamedTuple
@@ -172,20 +173,25 @@ class AdapterLayout:
             experts = named_experts(entry)
             module = entry if experts is None else family_of_module(entry)
             sums[module] = sums.get(module, 0) + rank * (self.shape.count(module) if experts is None else len(experts))
-        sources = {entry: self.shape.source(entry) for entry in self.shape.modules}
-        return {
-            entry: sums[source] * sum(self.part(entry).widths) for entry, source in sources.items() if source in sums
-        }
+        return {entry: sums[source] * width for entry, source, width in self._rows if source in sums}
+
+    @cached_property
+    def _rows(self) -> tuple[tuple[str, str, int], ...]:
+        """Of each entry of the base's modules: its source, and elements of a row of A and a row of B together."""
+        shape = self.shape
+        return tuple((entry, shape.source(entry), sum(self.part(entry).widths)) for entry in shape.modules)
 
     def _places(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Where each entry starts, behind those before it that some layer has too, and where the last one ends."""
         starts: dict[str, int] = {}
-        ends = dict.fromkeys(self.shape.kinds, 0)
+        kinds = self.shape.kinds
+        ends = [0] * len(kinds)
         for entry, size in sizes.items():
-            kinds = [kind for kind in ends if entry in kind]
-            starts[entry] = max((ends[kind] for kind in kinds), default=0)
-            ends |= dict.fromkeys(kinds, starts[entry] + size)
-        return starts, max(ends.values())
+            places = [place for place, kind in enumerate(kinds) if entry in kind]
+            starts[entry] = max((ends[place] for place in places), default=0)
+            for place in places:
+                ends[place] = starts[entry] + size
+        return starts, max(ends)
 
     def num_pages(self, module_ranks: Mapping[str, int]) -> int:
         """Pages that an adapter takes, the same on every worker of a gang."""
