@@ -36,6 +36,7 @@ SHARED_MODULES = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_ex
 # Linears of layers with experts that have few outputs: the gate of that expert, and the router.
 ROUTER: Final = "router"
 NARROW_MODULES = ("shared_expert_gate", ROUTER)
+WHOLE_MODULES = (*NARROW_MODULES, LATENT_MODULES[0], LATENT_MODULES[2])  # on every worker of a gang
 _MAX_UNIT: Final = 256  # columns that a GPU's kernels read at once, at most
 # Where a layer has them, in packing order.
 PATHS: Final = {

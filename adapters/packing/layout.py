@@ -20,7 +20,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from ..adapter import NARROW_MODULES, ROUTER, BaseShape, family_of_module, named_experts
+from ..adapter import ROUTER, WHOLE_MODULES, BaseShape, family_of_module, named_experts
 
 # How the modules of a base are cut into parts for the workers of a gang, and every adapter with them.
 #
@@ -96,7 +96,7 @@ class AdapterLayout:
     @property
     def key(self) -> str:
         """The layout's name. Layouts with equal keys pack an adapter into the same bytes."""
-        cut = (module for module in self.shape.modules if module not in NARROW_MODULES)  # those never are
+        cut = (module for module in self.shape.modules if module not in WHOLE_MODULES)
         worker = "tp1" if self.sharding is None else self.sharding.key(cut)
         experts = "" if self.shape.experts is None else f"-experts{self.shape.experts.num_experts}"
         if ROUTER in self.shape.modules:

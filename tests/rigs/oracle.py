@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Cohere2Config,
     CohereConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     Ernie4_5_MoeConfig,
     Ernie4_5Config,
@@ -40,6 +41,7 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
@@ -599,6 +601,36 @@ VARIANTS: Mapping[str, Variant] = {
             rope_parameters=WIDE_ROPE,
         ),
         sharded=True,
+    ),
+    "deepseek_v2": Variant(
+        lambda: DeepseekV2Config(
+            **SHAPE | {"num_key_value_heads": 4},
+            q_lora_rank=None,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            first_k_dense_replace=1,
+            routed_scaling_factor=1.7,
+            rope_parameters={**YARN_ROPE, "mscale": 0.707, "mscale_all_dim": 0.707},
+        )
+    ),
+    "glm4_moe_lite": Variant(
+        lambda: Glm4MoeLiteConfig(
+            **SHAPE | {"num_key_value_heads": 4},
+            q_lora_rank=24,
+            kv_lora_rank=32,
+            qk_nope_head_dim=24,
+            qk_rope_head_dim=8,
+            v_head_dim=32,
+            n_routed_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=40,
+            mlp_layer_types=["sparse", "dense", "sparse"],
+        )
     ),
     "mistral4": Variant(
         lambda: Mistral4Config(

@@ -129,7 +129,7 @@ class Case:
     scope="module",
     params=[
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"),
-        *("gemma4_moe", "llama4", "granitemoe", "ernie4_5_moe"),
+        *("gemma4_moe", "llama4", "granitemoe", "ernie4_5_moe", "deepseek_v3"),
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

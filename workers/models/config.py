@@ -358,7 +358,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     raw = with_default_rope(raw, family.default_rope)
     values = read_keys(raw, family)
     num_heads, hidden_size = values["num_attention_heads"], values["hidden_size"]
-    latent = LatentConfig.from_values(values, family.rotated_share is not None) if family.is_latent else None
+    latent = LatentConfig.from_values(values, family) if family.is_latent else None
     num_kv_heads = values["num_key_value_heads"] or num_heads
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")

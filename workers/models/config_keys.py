@@ -263,6 +263,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "attn_logit_softcapping": _NUMBER,
     "final_logit_softcapping": _NUMBER,
     "layer_types": _TEXTS,
+    "mlp_layer_types": _TEXTS,
     "sliding_window_pattern": _SIZE,
     "use_sliding_window": _FLAG,
     "max_window_layers": _COUNT,

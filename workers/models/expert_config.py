@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +84,8 @@ class ExpertConfig:
         dense |= {*range(_first(values, _DENSE_KEYS, 0))}
         if (last := int(values.get("moe_layer_end_index", -1))) != -1:
             dense |= {*range(last + 1, num_layers)}
+        if "mlp_layer_types" in values:
+            dense |= _dense_layers(values["mlp_layer_types"], num_layers)
         if (sparse := values.get("moe_layers")) is not None:
             dense, step = {*range(num_layers)}.difference(sparse), 1
         layers = tuple(
@@ -127,6 +129,14 @@ def _shared_size(values: Mapping[str, Any], width: int) -> int | None:
         return width * _first(values, _SHARED_KEYS) or None
     size = width if "intermediate_size_mlp" in values else values.get("shared_expert_intermediate_size")
     return None if size is None else int(size)
+
+
+def _dense_layers(kinds: Sequence[str] | None, num_layers: int) -> set[int]:
+    """Those that `mlp_layer_types` names so; of null, the first one. Raises ValueError for other kinds."""
+    kinds = kinds or ["dense", *["sparse"] * (num_layers - 1)]
+    if len(kinds) != num_layers or not {*kinds} <= {"dense", "sparse"}:
+        raise ValueError(f"mlp_layer_types = {kinds}: 'dense' or 'sparse' for each of {num_layers} layers is needed")
+    return {layer for layer, kind in enumerate(kinds) if kind == "dense"}
 
 
 def _check_groups(routing: Routing, num_experts: int) -> None:

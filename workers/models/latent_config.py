@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .family import Family
 from .rotary_config import RotaryConfig
 
 
@@ -27,18 +28,15 @@ class LatentConfig:
     has_input_bias: bool  # of q_a_proj and kv_a_proj_with_mqa
 
     @staticmethod
-    def from_values(values: Mapping[str, Any], is_share: bool) -> LatentConfig:
-        """`is_share`: `head_dim` is of all of a head, of which a share is rotated; else of what is rotated.
-
-        Raises ValueError for sizes that transformers does not compute with.
-        """
+    def from_values(values: Mapping[str, Any], family: Family) -> LatentConfig:
+        """Raises ValueError for sizes that transformers does not compute with."""
         latent = LatentConfig(
             values["q_lora_rank"],
             values["kv_lora_rank"],
             values["qk_nope_head_dim"],
             values["qk_rope_head_dim"],
             values["v_head_dim"],
-            bool(values["rope_interleave"]),
+            bool(values.get("rope_interleave", family.rotates_neighbours)),
             bool(values["attention_bias"]),
         )
         if latent.rotated_dim % 2:
@@ -49,7 +47,7 @@ class LatentConfig:
                 f"num_key_value_heads = {values['num_key_value_heads']}: num_attention_heads = {num_heads} is needed, "
                 "or null, since all heads have the same latent"
             )
-        head_dim = latent.query_dim if is_share else latent.rotated_dim
+        head_dim = latent.rotated_dim if family.rotated_share is None else latent.query_dim
         for key, size in (("qk_head_dim", latent.query_dim), ("head_dim", head_dim)):
             if values.get(key) not in (None, size):
                 raise ValueError(f"{key} = {values[key]}: leave it out, or set it to {size}, which follows from others")
