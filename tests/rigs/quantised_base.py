@@ -118,9 +118,10 @@ def write_quantised(model: Path, name: str, folder: Path) -> tuple[Path, Path]:
     pack, config = FORMATS[name]
     stored: dict[str, torch.Tensor] = {}
     expected: dict[str, torch.Tensor] = {}
+    ends = ("_proj",) if name == "mxfp4" else ("_proj.weight", "_proj_with_mqa.weight")
     for path, tensor in load_all(model).items():
         start = path + "_" if name == "mxfp4" else path.removesuffix("weight")
-        is_linear = ".layers." in path and path.endswith("_proj" if name == "mxfp4" else "_proj.weight")
+        is_linear = ".layers." in path and path.endswith(ends)
         tensors, expected[path] = pack(tensor) if is_linear else ({}, tensor)
         stored |= {start + key: part.contiguous() for key, part in tensors.items()}
         if not is_linear:

@@ -61,6 +61,8 @@ def made(variant: str, name: str, folder: Path, **changes: int) -> tuple[Stock, 
         ("glm4", "int4"),
         ("qwen2_moe", "fp8"),
         ("qwen3_5", "int4"),
+        ("deepseek_v3", "fp8"),  # as it is published
+        ("deepseek_v2", "int4"),
     ],
 )
 def test_a_quantised_base_is_the_one_that_its_files_stand_for(variant: str, name: str, tmp_path: Path) -> None:
@@ -87,9 +89,9 @@ def test_gpt_oss_as_it_is_published(degree: int, tmp_path: Path) -> None:
     assert (original.logits(prompt, None) - oracle.logits(prompt, None)).abs().max() > 20 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gptq", "fp8"])
-def test_a_gang_of_two_reads_its_rows_and_columns(name: str, tmp_path: Path) -> None:
-    stock, oracle, _ = made("llama", name, tmp_path)
+@pytest.mark.parametrize(("variant", "name"), [("llama", "gptq"), ("llama", "fp8"), ("deepseek_v3", "fp8")])
+def test_a_gang_of_two_reads_its_rows_and_columns(variant: str, name: str, tmp_path: Path) -> None:
+    stock, oracle, _ = made(variant, name, tmp_path)
     with gang(stock.gang_config(200, 2)) as (engine, workers):
         outputs = requested(EngineRig(engine, stock.refs))
     assert [worker.exitcode for worker in workers] == [0, 0]
