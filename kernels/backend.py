@@ -26,7 +26,7 @@ from .float8 import Float8Kernels
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
 from .native import onednn_linear
-from .native.attention import NativeAttention
+from .native.attention import MOST_GROUPED, NativeAttention
 from .native.build import NativeUnavailable, load_library
 from .native.experts import NativeExperts
 from .native.linear import NativeLinear
@@ -115,6 +115,8 @@ class Kernels:
         """
         if self.name != "native" or {"linear", "layers' linears", "attention"} & self.libraries.keys():
             return False
+        if heads.num_kv_heads == 1:  # its group is computed in several
+            heads = replace(heads, num_heads=min(heads.num_heads, MOST_GROUPED))
         return self.step is not None and self.step.why_not([heads]) is None
 
     @property

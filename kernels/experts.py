@@ -94,6 +94,15 @@ class ExpertGroups:
     offsets: torch.Tensor  # [num_experts + 1] int64: pairs of expert e are offsets[e] : offsets[e + 1]
 
 
+def groups_of_all(num_rows: int, num_experts: int, device: torch.device) -> ExpertGroups:
+    """Each expert has all rows: pair `expert * num_rows + row` is theirs. So heads with weights of their own have."""
+    import torch
+
+    rows = torch.arange(num_rows, device=device).repeat(num_experts)
+    offsets = torch.arange(num_experts + 1, device=device) * num_rows
+    return ExpertGroups(rows, torch.ones(len(rows), device=device), offsets)
+
+
 class ExpertKernels(Protocol):
     """Called in this order for each layer: `group`, `linear` once for each weight, `combine`."""
 

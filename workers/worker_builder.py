@@ -200,7 +200,7 @@ def build_executor(
     kernels = kernels_of(config.num_threads)
     num_heads, sizes = sharding.heads[1] - sharding.heads[0], model.layer_sizes
     heads = Heads(num_heads, sharding.num_kv_heads_of(0), max(sizes.head_dims))
-    is_native, num_threads = kernels.is_native(heads) and model.latent is None, config.num_threads
+    is_native, num_threads = kernels.is_native(heads), config.num_threads
     # Torch's own threads would wait in a loop for the next operation, on the cores of those that native kernels share.
     torch.set_num_threads(1 if is_native else num_threads)
     memory = DeviceMemory(device)

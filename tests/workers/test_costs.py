@@ -197,6 +197,26 @@ def test_a_token_computes_two_operations_for_each_active_parameter(base: str) ->
     assert attention.read_bytes == 100 * kv_bytes_of_a_token(model)
 
 
+def test_each_worker_holds_a_latent_once(tmp_path: Path) -> None:
+    """As DeepSeek V3 is published."""
+    sizes = {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128}
+    raw = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 129_280,
+        "max_position_embeddings": 163_840,
+        **sizes,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = ModelConfig.from_folder(tmp_path)
+    assert model_size(model).num_parameters // 10**9 == 671
+    assert model_size(model).flops_of_a_token == sum(
+        operation.flops for name, operation in by_name(model, StepBatch((100,))).items() if name != "decode attention"
+    )
+    for degree in (1, 8):
+        assert kv_bytes_of_a_token(model, degree=degree) == degree * 61 * 576 * 2
+        assert ModelSharding(model, degree).slab(16) == 16 * 576
+
+
 def test_a_large_batch_reads_every_expert_and_a_row_only_its_own() -> None:
     assert MIXTRAL.experts is not None
     expert = 32 * 3 * 4096 * 14336 * 2

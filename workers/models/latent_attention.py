@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
+from ...kernels.experts import ExpertGroups, ExpertWeight, groups_of_all
 from ...kernels.latent_lora import LatentLora, add_to_queries, add_to_values, of_layer
 from .latent_config import LatentConfig
 from .layers import ForwardContext, LoraLinear
@@ -23,20 +24,23 @@ class AbsorbedWeights:
     all heads attend to latents: one KV head, whose keys are its values.
     """
 
-    keys: torch.Tensor  # [heads of this worker, plain_dim, rank]
-    values: torch.Tensor  # [heads of this worker, rank, value_dim]
+    keys: ExpertWeight  # [heads of this worker, rank, plain_dim]: to kernels heads are experts that have all rows
+    values: ExpertWeight  # [heads of this worker, value_dim, rank]
 
-    def of_queries(self, q: torch.Tensor, lora: Sequence[LatentLora]) -> torch.Tensor:
+    def of_queries(self, q: torch.Tensor, groups: ExpertGroups, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, heads, rank]` of q `[num_rows, heads, plain_dim]`."""
-        absorbed = torch.bmm(q.transpose(0, 1), self.keys).transpose(0, 1)
-        add_to_queries(absorbed, q, lora)
-        return absorbed
+        return _by_head(q, self.keys, groups, context)
 
-    def of_attended(self, x: torch.Tensor, lora: Sequence[LatentLora]) -> torch.Tensor:
+    def of_attended(self, x: torch.Tensor, groups: ExpertGroups, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, heads, value_dim]` of x `[num_rows, heads, rank]`."""
-        values = torch.bmm(x.transpose(0, 1), self.values).transpose(0, 1)
-        add_to_values(values, x, lora)
-        return values
+        return _by_head(x, self.values, groups, context)
+
+
+def _by_head(x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups, context: ForwardContext) -> torch.Tensor:
+    """Each head of x `[num_rows, heads, in]` times its own weight, transposed: `[num_rows, heads, out]`."""
+    num_rows, num_heads, num_in = x.shape
+    pairs = context.kernels.experts.linear(x.transpose(0, 1).reshape(-1, num_in), weight, groups)
+    return pairs.view(num_heads, num_rows, -1).transpose(0, 1)
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,13 @@ class LatentAttention:
         rotated = kernels.write_kv(
             self._in_halves(rotated), key, key[:, :0], context.rotary[layer], kv[..., sizes.rank :], batch
         )
-        q = torch.cat((self.absorbed.of_queries(plain, lora), rotated), dim=2)
+        groups = groups_of_all(len(x), self.num_heads, x.device)
+        absorbed = self.absorbed.of_queries(plain, groups, context)
+        add_to_queries(absorbed, plain, lora)
+        q = torch.cat((absorbed, rotated), dim=2)
         attended = kernels.paged_attention(q, kv, batch, self.scale, None)[..., : sizes.rank]
-        values = self.absorbed.of_attended(attended, lora)
+        values = self.absorbed.of_attended(attended, groups, context)
+        add_to_values(values, attended, lora)
         return self.output(values.flatten(1), layer, context)
 
     def _in_halves(self, x: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,9 @@ class _LayerLoader:
             queries,
             query_norm,
             self._attention_norm("kv_a_layernorm", sizes.rank),
-            AbsorbedWeights(keys.contiguous(), values.transpose(1, 2).contiguous()),
+            AbsorbedWeights(
+                self._pack_experts(keys.transpose(1, 2).contiguous()), self._pack_experts(values.contiguous())
+            ),
             self._row_linear("o_proj", num_in, part, self._places("o_proj"), config.output_bias),
             sizes,
             stop - start,

@@ -98,7 +98,7 @@ def why_not(decoder: Decoder, kernels: Kernels, parallel: Parallel, kv: Sequence
     if kernels.float8 is not None or not all(isinstance(layer, torch.Tensor) for layer in kv):
         return "weights or KV have eight bits"
     if any(isinstance(layer.attention, LatentAttention) for layer in decoder.layers):
-        return "the weights that latent attention absorbs are multiplied by torch"
+        return "latent attention has no operations of it"
     assert kernels.step is not None
     return kernels.step.why_not([heads_of(attention) for attention in _attentions(decoder)])
 
