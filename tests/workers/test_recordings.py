@@ -80,6 +80,14 @@ def test_bases_are_recorded_in_the_type_that_gpus_serve(family: str, tmp_path: P
     assert {each.dtype for each in (mixed._queries, mixed._attended, mixed._hidden)} == {torch.bfloat16}
 
 
+def test_steps_with_prompts_are_not_recorded_where_heads_differ(tmp_path: Path) -> None:
+    """What lies between two graphs has the width of one layer's heads; decodes are one graph."""
+    runner = runner_of(write_model("gemma4", tmp_path / "model"), 4)
+    runner.record_decodes(MAX_TOKENS, Again)
+    runner.record_mixed(MAX_TOKENS, Again)
+    assert runner._graphs is not None and runner._mixed_graphs is None
+
+
 def test_a_draw_that_is_looked_through_again_ends_where_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are launched in inference mode, and torch lets no other code change what was made in it."""
     plan = StepPlan(1, (), (), ())

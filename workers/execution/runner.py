@@ -176,7 +176,10 @@ class Runner:
         assert self._rows is not None, "what a recorded pass reads must stay where it is: keep_tables comes first"
         if not self._can_be_recorded:
             return
-        attention = self._decoder.layers[-1].attention  # all layers' heads are alike
+        mixers = [layer.attention for layer in self._decoder.layers]
+        if len({(mixer.num_heads, mixer.head_dim) for mixer in mixers if isinstance(mixer, Attention)}) > 1:
+            return  # what lies between two graphs has one width
+        attention = mixers[-1]
         assert isinstance(attention, Attention), "steps with recurrent states are not recorded"
         self._mixed_graphs = MixedGraphs(
             self._hidden_states,
