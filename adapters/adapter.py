@@ -179,6 +179,12 @@ class BaseShape:
         modules = (name_of(entry) for entry in self.modules if entry not in hidden)
         return tuple(dict.fromkeys(whole.get(module, module) for module in modules))
 
+    @property
+    def target_names(self) -> tuple[str, ...]:
+        """The entries of `names` as this base calls them, for messages."""
+        own = {} if self.experts is None else {entry: f"experts.{name}" for entry, name in self.experts.names.items()}
+        return tuple(dict.fromkeys(own.get(name) or self.path(name).rpartition(".")[2] for name in self.names))
+
     def entry(self, layer: int, module: str) -> str | None:
         """The entry of `modules` that a module has in a layer; None: the layer has no such module."""
         name = family_of_module(module)

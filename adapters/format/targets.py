@@ -247,10 +247,10 @@ def resolve_targets(
         if other in targeted:
             raise AdapterInvalid(
                 f"target_modules includes {other.removeprefix(prefix)}: LoRA of embeddings and of the output layer "
-                f"is not supported, {', '.join(shape.names)} are"
+                f"is not supported, {', '.join(shape.target_names)} are"
             )
     if not targeted and not config.target_parameters:
-        accepted = ", ".join(shape.names)
+        accepted = ", ".join(shape.target_names)
         raise AdapterInvalid(
             f"target_modules = {quote(config.target_modules)} matches no module of the base: {accepted}"
         )
@@ -265,7 +265,7 @@ def resolve_targets(
 
 def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[str]) -> None:
     if not config.target_modules:
-        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.names)}")
+        raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.target_names)}")
     for layer in config.layers_to_transform:
         if not 0 <= layer < shape.num_layers:
             raise AdapterInvalid(
@@ -285,7 +285,7 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[s
         if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
             raise AdapterInvalid(
                 f"target_modules names {quote(target)}, which adapters of this base cannot have: "
-                f"{', '.join(shape.names)} are accepted"
+                f"{', '.join(shape.target_names)} are accepted"
             )
 
 

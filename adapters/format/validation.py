@@ -21,13 +21,13 @@ from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .peft import (
     TENSORS_FILE,
+    TEXT_PREFIX,
     LoraConfig,
     foreign_feature,
     is_of_vision,
     module_prefix,
     parse_config,
     parse_tensor_name,
-    tensor_name,
 )
 from .targets import PatternTime, Target, by_pattern, named_in, names_found, resolve_targets
 from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
@@ -77,22 +77,23 @@ def fused_tensor_name(layer: int, parameter: str, letter: str, targets: Mapping[
 
 
 def resolve_parameters(
-    config: LoraConfig, shape: BaseShape, time: PatternTime | None = None
+    config: LoraConfig, shape: BaseShape, time: PatternTime | None = None, prefix: str = TEXT_PREFIX
 ) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, parameter) that `target_parameters` names, by PEFT's own rules.
 
     A router's weight is the parameter ROUTER, whose matrices are those of a module.
 
     These are: a whole name or a dotted suffix matches, and neither layers nor exclusions are checked. Raises
-    AdapterInvalid for a name of anything else than fused experts and routers of this base.
+    AdapterInvalid for a name of anything else than fused experts and routers of this base. `prefix`: as for
+    `resolve_targets`.
     """
     time = time or PatternTime()
     if not config.target_parameters:
         return {}
     layers = () if shape.experts is None else shape.experts.layers
     path = _path(shape)
-    keys = {f"model.layers.{layer}.{path}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
-    keys |= {f"model.layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
+    keys = {f"{prefix}layers.{layer}.{path}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
+    keys |= {f"{prefix}layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
     valid_names = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
         if target not in valid_names:
@@ -221,7 +222,7 @@ def validate(
     file = TensorFile(tensors, TENSORS_FILE, max_header_bytes=max_header_bytes(shape))
     prefix = module_prefix(file.entries, shape.is_wrapped)
     targets = resolve_targets(parsed, _as_trained(shape, file.entries), time, prefix)
-    parameters = resolve_parameters(parsed, shape, time)
+    parameters = resolve_parameters(parsed, shape, time, prefix)
     _check_disjoint(targets, parameters)
     targets |= {key: parameters.pop(key) for key in [*parameters] if key[1] == ROUTER}
     of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
@@ -335,7 +336,7 @@ def _match_names(
         entry = "" if key is None else family_of_module(key[1])
         is_at_its_path = key is None or entry not in EXPERT_MODULES or f".{shape.path(key[1])}." in name
         if key is None or entry not in modules or not is_at_its_path or not _begins(name, prefix):
-            _refuse_tensor(name, shape)
+            _refuse_tensor(name, shape, prefix)
         elif key in names:
             raise AdapterInvalid(
                 f"{TENSORS_FILE} holds a matrix twice: as {quote(names[key], 160)} and as {quote(name, 160)}"
@@ -352,7 +353,7 @@ def _match_names(
     if extra:
         raise AdapterInvalid(f"{TENSORS_FILE} holds tensors that adapter_config.json does not target: {listed(extra)}")
     missing = [
-        tensor_name(layer, module, letter)
+        _name_in(shape, prefix, layer, module, letter)
         for layer, module in targets
         for letter in ("A", "B")
         if (layer, module, letter) not in names
@@ -368,16 +369,22 @@ def _begins(name: str, prefix: str) -> bool:
     return name.startswith(tuple(f"base_model.model.{before}{part}" for before in (prefix, "") for part in parts))
 
 
-def _refuse_tensor(name: str, shape: BaseShape) -> None:
+def _name_in(shape: BaseShape, prefix: str, layer: int, module: str, letter: str) -> str:
+    """PEFT's name of a matrix, for messages."""
+    place = "" if layer == OUTER else f"layers.{layer}."
+    return f"base_model.model.{prefix}{place}{shape.path(module)}.lora_{letter}.weight"
+
+
+def _refuse_tensor(name: str, shape: BaseShape, prefix: str) -> None:
     feature = foreign_feature(name)
     if feature is not None:
         raise AdapterInvalid(
             f"{TENSORS_FILE} holds {quote(name, 160)}: {feature} is not supported, "
-            f"only plain LoRA of {', '.join(shape.names)} is"
+            f"only plain LoRA of {', '.join(shape.target_names)} is"
         )
     raise AdapterInvalid(
         f"{TENSORS_FILE} holds {quote(name, 160)}, which is not a LoRA matrix of this base: names like "
-        f"{tensor_name(0, shape.names[0], 'A')} of {', '.join(shape.names)} are accepted"
+        f"{_name_in(shape, prefix, 0, shape.names[0], 'A')} of {', '.join(shape.target_names)} are accepted"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from motet.adapters.adapter import EXPERT_MODULES, BaseShape, ExpertShape
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent
+from motet.adapters.format.peft import WRAPPED_PREFIXES
 from motet.adapters.format.validation import validate
 
 HIDDEN, WIDTH, NUM_EXPERTS, RANK = 12, 5, 3, 2
@@ -103,6 +105,26 @@ def test_the_same_matrices_for_each_expert_are_the_same_adapter(tmp_path: Path) 
         found[f"{prefix}B.weight"] = torch.tensor(matrices.b).contiguous()
     names = ["gate_proj", "up_proj", "down_proj"]
     assert content(tmp_path / "each", found, target_modules=names, target_parameters=None).digest == taken.digest
+
+
+@pytest.mark.parametrize("prefix", WRAPPED_PREFIXES)
+def test_names_of_a_base_that_takes_pictures_too(prefix: str, tmp_path: Path) -> None:
+    """PEFT matches whole names of parameters as the base has them, also in patterns."""
+    renamed = {name.replace(".model.layers.", f".{prefix}layers."): tensor for name, tensor in tensors().items()}
+    save_file(renamed, tmp_path / "tensors")
+    parameters = [
+        f"{prefix}layers.{layer}.mlp.experts.{name}" for layer in (0, 1) for name in ("gate_up_proj", "down_proj")
+    ]
+    config = {
+        **{"peft_type": "LORA", "r": RANK, "lora_alpha": 3, "target_parameters": parameters},
+        "alpha_pattern": {parameters[0]: 8, parameters[3]: 5},
+    }
+    taken = validate(json.dumps(config).encode(), tmp_path / "tensors", replace(SHAPE, is_wrapped=True))
+    scalings = {(layer, module.rpartition(".")[2]): each.scaling for (layer, module), each in taken.matrices.items()}
+    assert scalings == {
+        **{(0, "gate_proj"): 4.0, (0, "up_proj"): 4.0, (0, "down_proj"): 1.5},
+        **{(1, "gate_proj"): 1.5, (1, "up_proj"): 1.5, (1, "down_proj"): 2.5},
+    }
 
 
 def _with(**changed: Any) -> dict[str, torch.Tensor]:

@@ -196,6 +196,7 @@ def test_sliding_windows_are_those_of_the_family(
             "num_experts = 2 contradicts num_local_experts = 4",
         ),
         (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 5}, "= 5: 1 to 4, the number"),
+        (EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 0}, "= 0: 1 to 4, the number"),
         (GLM_MOE | {"n_group": 3}, "n_group = 3: a divisor of 4, the number of experts"),
         (GLM_MOE | {"n_group": 4}, "n_group = 4: .* with two experts in each group"),
         (
@@ -406,6 +407,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"moe_num_experts": 64, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": 27},
         **{"moe_layer_interval": 1, "moe_capacity": [64, 64, 64], "moe_use_aux_free": True, "use_bias": False},
         **{"moe_intermediate_size": 8, "rope_theta": 500000, "tie_word_embeddings": True},
+        "num_nextn_predict_layers": 1,
+    },
+    "Granite 4.0 H Micro": {
+        **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_d_state": 128},
+        **{"layer_types": ["mamba", "attention"], "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 2},
+        **{"attention_multiplier": 0.015625, "embedding_multiplier": 12, "logits_scaling": 8, "mamba_d_head": 8},
+        **{"position_embedding_type": "nope", "shared_intermediate_size": 12, "residual_multiplier": 0.22},
+        **{"mamba_expand": 2, "mamba_chunk_size": 256, "normalization_function": "rmsnorm", "init_method": "mup"},
+    },
+    "Falcon-H1": {
+        **{"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1", "attn_layer_indices": None},
+        **{
+            "mamba_d_ssm": 16,
+            "mamba_n_heads": 2,
+            "mamba_d_head": 8,
+            "mamba_d_state": 16,
+            "mamba_norm_before_gate": False,
+        },
+        **{"time_step_floor": 0.0001, "time_step_max": 0.1, "time_step_min": 0.001, "time_step_rank": "auto"},
+        **{"mamba_rms_norm": False, "mamba_use_mlp": True, "mlp_expansion_factor": 8},
+        **{"rope_theta": 100000000000.0, "mamba_norm_before_gate": False, "num_logits_to_keep": 1},
     },
     "Granite 3.1 MoE": {
         **{"architectures": ["GraniteMoeForCausalLM"], "model_type": "granitemoe", "attention_multiplier": 0.015625},

@@ -209,6 +209,7 @@ _COUNT: Final[_Type] = (f"a whole number from 0 to {_MAX_SIZE}", lambda value: i
 _FLAG: Final[_Type] = ("true or false", lambda value: isinstance(value, bool))
 _NUMBER: Final[_Type] = ("a number above 0", is_positive)
 _TEXT: Final[_Type] = ("a text", lambda value: isinstance(value, str))
+_AUTO: Final[_Type] = ("a whole number from 1 or 'auto'", lambda value: value == "auto" or is_whole(value))
 _TEXTS: Final[_Type] = (
     "a list of texts",
     lambda value: isinstance(value, list) and all(isinstance(element, str) for element in value),
@@ -269,7 +270,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "max_window_layers": _COUNT,
     "num_experts": _COUNT,
     "num_local_experts": _COUNT,
-    "num_experts_per_tok": _SIZE,
+    "num_experts_per_tok": _COUNT,  # 0 without experts, as in the dense ones of Granite 4
     "moe_intermediate_size": _SIZE,
     "shared_expert_intermediate_size": _SIZE,
     "swiglu_alpha": _NUMBER,
@@ -316,7 +317,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "mamba_n_heads": _SIZE,
     "mamba_n_groups": _SIZE,
     "mamba_d_state": _SIZE,
-    "mamba_d_head": ("a whole number from 1 or 'auto'", lambda value: value == "auto" or is_whole(value)),
+    "mamba_d_head": _AUTO,
     "mamba_d_conv": ("a whole number from 2", lambda value: is_whole(value, 2)),
     "mamba_expand": _SIZE,
     "mamba_conv_bias": _FLAG,
@@ -334,6 +335,10 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "ssm_out_multiplier": _NUMBER,
     "mamba_proj_bias": _FLAG,
     "time_step_limit": ("a list of two numbers, the least first", lambda value: limits(value) is not None),
+    "time_step_min": _NUMBER,
+    "time_step_max": _NUMBER,
+    "time_step_floor": _NUMBER,
+    "time_step_rank": _AUTO,
     "norm_eps": _NUMBER,
     "conv_bias": _FLAG,
     "conv_L_cache": ("a whole number from 2", lambda value: is_whole(value, 2)),

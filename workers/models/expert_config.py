@@ -93,7 +93,7 @@ class ExpertConfig:
         )
         if not any(layers):
             return None
-        if top_k > num_experts:
+        if not 1 <= top_k <= num_experts:
             key = next(key for key in _TOP_KEYS if key in values)
             raise ValueError(f"{key} = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
         width = int(values.get("moe_intermediate_size", values["intermediate_size"]))

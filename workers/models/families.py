@@ -150,6 +150,8 @@ _MAMBA: dict[str, Any] = {
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
     "time_step_limit": [0.0, math.inf],
+    # How weights were drawn before training:
+    **{"time_step_min": 0.001, "time_step_max": 0.1, "time_step_floor": 0.0001, "time_step_rank": "auto"},
 }
 _QWEN3_5 = Family(
     "qwen3_5",
@@ -383,6 +385,7 @@ FAMILIES = {
             "moe_layer_end_index": -1,
             "moe_layer_interval": 1,
             "moe_norm_min": 1e-12,
+            "num_nextn_predict_layers": 0,
         },
         nullable=_KV_HEADS,
         rope_theta=500_000.0,
