@@ -182,8 +182,9 @@ class BaseShape:
     @property
     def target_names(self) -> tuple[str, ...]:
         """The entries of `names` as this base calls them, for messages."""
-        own = {} if self.experts is None else {entry: f"experts.{name}" for entry, name in self.experts.names.items()}
-        return tuple(dict.fromkeys(own.get(name) or self.path(name).rpartition(".")[2] for name in self.names))
+        called = {} if self.experts is None else self.experts.names
+        names = (f"experts.{called[name]}" if name in called else self.path(name) for name in self.names)
+        return tuple(dict.fromkeys(name if name.startswith("experts.") else name.rpartition(".")[2] for name in names))
 
     def entry(self, layer: int, module: str) -> str | None:
         """The entry of `modules` that a module has in a layer; None: the layer has no such module."""
