@@ -194,6 +194,11 @@ class BaseShape:
             return None
         return entry
 
+    def placed(self, layer: int, module: str) -> str:
+        """The entry of `dense_modules` that a linear of a layer has, also one that has the LoRA of another."""
+        entries = (entry for entry in self.modules if name_of(entry) == module and layer in self.layers_of(entry))
+        return next(entries, module)
+
     @cached_property
     def _entries(self) -> Mapping[str, tuple[str, ...]]:
         """By the name that adapters know them by."""

@@ -212,13 +212,8 @@ class _LayerLoader:
 
     def _places(self, *modules: str) -> tuple[int, ...]:
         """Indices of this layer's modules in `BaseShape.dense_modules`."""
-        shape, layer = self._config.shape, self._index
-        copies = {source: entry for entry, source in shape.copies.items() if layer in shape.layers_of(entry)}
-        places = []
-        for module in modules:
-            entry = shape.entry(layer, module) or (copies.get("k_proj") if module == "v_proj" else None) or module
-            places.append(shape.dense_modules.index(entry))
-        return tuple(places)
+        shape = self._config.shape
+        return tuple(shape.dense_modules.index(shape.placed(self._index, module)) for module in modules)
 
     def recurrent(self) -> RecurrentMixer:
         config, shape, part = self._config.recurrent, self._config.shape, self._sharding.recurrent
