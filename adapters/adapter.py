@@ -181,8 +181,12 @@ class BaseShape:
     @property
     def target_names(self) -> tuple[str, ...]:
         """The entries of `names` as this base calls them, for messages."""
-        own = {} if self.experts is None else {entry: f"experts.{name}" for entry, name in self.experts.names.items()}
-        return tuple(dict.fromkeys(own.get(name) or self.path(name).rpartition(".")[2] for name in self.names))
+        of_experts = {} if self.experts is None else self.experts.names
+        called = (
+            f"experts.{of_experts[name]}" if name in of_experts else self.path(name).rpartition(".")[2]
+            for name in self.names
+        )
+        return tuple(dict.fromkeys(called))
 
     def entry(self, layer: int, module: str) -> str | None:
         """The entry of `modules` that a module has in a layer; None: the layer has no such module."""
