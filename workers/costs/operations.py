@@ -384,10 +384,13 @@ def model_size(model: ModelConfig) -> ModelSize:
     small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
     if recurrent is not None:
         num_recurrent = len(model.recurrent_layers)
-        all_products += num_recurrent * sum(a * b for a, b in recurrent.modules(hidden).values())
+        linears = recurrent.modules(hidden)
+        all_products += num_recurrent * sum(a * b for a, b in linears.values())
         small += num_recurrent * recurrent.num_weights
+        inner = sum(outputs for _, outputs in linears.values()) - hidden  # all but that of the results
+        small += num_recurrent * (inner * recurrent.has_bias + hidden * recurrent.output_has_bias)
         norms += num_recurrent * recurrent.norm_width
-    if experts is not None and experts.is_beside:
+    if experts is not None and family.experts_beside:
         norms += num_sparse * (4 * hidden + experts.num_experts)
     of_tokens = embedding + sizes.input_vocab_size * layers * sizes.input_size
     return ModelSize(

@@ -171,7 +171,7 @@ class ConvolutionConfig(RecurrentConfig):
 
     @property
     def num_weights(self) -> int:
-        return self.hidden * (self.kernel + 5 * self.has_bias)
+        return self.hidden * (self.kernel + self.has_bias)
 
     @property
     def shared(self) -> Mapping[str, int]:
