@@ -182,9 +182,12 @@ class BaseShape:
     @property
     def target_names(self) -> tuple[str, ...]:
         """The entries of `names` as this base calls them, for messages."""
-        called = {} if self.experts is None else self.experts.names
-        names = (f"experts.{called[name]}" if name in called else self.path(name) for name in self.names)
-        return tuple(dict.fromkeys(name if name.startswith("experts.") else name.rpartition(".")[2] for name in names))
+        of_experts = {} if self.experts is None else self.experts.names
+        called = (
+            f"experts.{of_experts[name]}" if name in of_experts else self.path(name).rpartition(".")[2]
+            for name in self.names
+        )
+        return tuple(dict.fromkeys(called))
 
     def entry(self, layer: int, module: str) -> str | None:
         """The entry of `modules` that a module has in a layer; None: the layer has no such module."""

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..adapter import ABSORBED, MODULES, OUTER, OUTER_MODULES, BaseShape
+from ..adapter import OUTER, OUTER_MODULES, BaseShape
 from ..errors import AdapterInvalid, listed, quote
-from .peft import TEXT_PREFIX, LoraConfig
+from .peft import MODULE_PATHS, TEXT_PREFIX, LoraConfig
 
 # Names that match a module's name, or its last dotted parts, found without looking at each of them.
 
@@ -209,7 +209,8 @@ def _children_s() -> float:
 
 
 _ALL_LINEAR = "all-linear"
-_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})  # modules, on other bases
+# Modules of one base or another. Lists for all of them name some in vain, of which PEFT says nothing.
+_OF_SOME_BASE = frozenset(path.rpartition(".")[2] for path in MODULE_PATHS.values())
 
 
 @dataclass(frozen=True)
@@ -276,11 +277,7 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[s
             raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
         return
     valid_names = names_found(keys, frozenset(config.target_modules))
-    valid_names |= {part for parts in shape.fused.values() for part in parts}  # lists for all bases name them in vain
-    if shape.experts is not None and shape.experts.are_parameters:
-        valid_names |= _OF_EXPERTS  # likewise
-    if ABSORBED in shape.modules:  # latent attention has at most one of these
-        valid_names |= {*MODULES[:3]}
+    valid_names |= _OF_SOME_BASE
     for target in config.target_modules:
         if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
             raise AdapterInvalid(

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape
+from motet.adapters.adapter import EXPERT_MODULES, LATENT_MODULES, MODULES, BaseShape, ExpertShape
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.peft import parse_config
 from motet.adapters.format.targets import resolve_targets
@@ -193,6 +193,21 @@ def test_a_list_for_all_bases_may_name_parts_of_what_is_one() -> None:
     assert {module for _, module in targets} == {"o_proj", "down_proj"}  # PEFT trains these
     with pytest.raises(AdapterInvalid, match="matches no module of the base"):
         resolve_targets(parse_config(json.dumps(config | {"target_modules": ["q_proj"]}).encode()), shape)
+
+
+def test_a_list_for_all_bases_may_name_modules_of_other_bases() -> None:
+    """As of latent attention, which has no k_proj: PEFT trains those that are there."""
+    modules = {name: sides for name, sides in SHAPE.modules.items() if name not in ("q_proj", "k_proj", "v_proj")}
+    shape = replace(SHAPE, modules=modules | dict.fromkeys(LATENT_MODULES, (8, 8)), paths={"o_proj": "mixer.out"})
+    config = {"peft_type": "LORA", "r": 2, "target_modules": [*MODULES]}
+    targets = resolve_targets(parse_config(json.dumps(config).encode()), shape)
+    assert {module for _, module in targets} == {"gate_proj", "up_proj", "down_proj"}
+    for names, message in (
+        (["k_proj"], "matches no module of the base: out, gate_proj"),
+        (["q_porj", "up_proj"], "'q_porj', which adapters of this base cannot have: out, gate_proj, up_proj"),
+    ):
+        with pytest.raises(AdapterInvalid, match=message):
+            resolve_targets(parse_config(json.dumps(config | {"target_modules": names}).encode()), shape)
 
 
 MANY_EXPERTS = BaseShape(  # as of Qwen3-30B-A3B
