@@ -23,12 +23,21 @@ class LatentLoraBatch:
     geometry: LoraGeometry
     module: int
     segments: tuple[LoraSegment, ...]
+    pages: tuple[torch.Tensor, ...]  # of each segment's adapter those with the module, on the pool's device
 
     @staticmethod
-    def make(segments: Sequence[LoraSegment], geometry: LoraGeometry, module: int) -> LatentLoraBatch | None:
+    def make(
+        segments: Sequence[LoraSegment], geometry: LoraGeometry, module: int, device: torch.device
+    ) -> LatentLoraBatch | None:
         """None: no row has such an adapter."""
-        having = tuple(segment for segment in segments if segment.adapter.modules[module].rank)
-        return LatentLoraBatch(geometry, module, having) if having else None
+        having, pages = list[LoraSegment](), list[torch.Tensor]()
+        for segment in segments:
+            at = segment.adapter.modules[module]
+            if at.rank:
+                first, end = at.a // geometry.slab, at.b + at.rank * geometry.sides[module][1]
+                having.append(segment)
+                pages.append(torch.tensor(segment.adapter.pages[first : -(-end // geometry.slab)], device=device))
+        return LatentLoraBatch(geometry, module, tuple(having), tuple(pages)) if having else None
 
 
 @dataclass(frozen=True)
@@ -48,12 +57,10 @@ def of_layer(
     """A and B of all segments, read from their pages. Of each head B has `plain_dim` rows, then those of its values."""
     geometry, (num_in, num_out) = batch.geometry, batch.geometry.sides[batch.module]
     parts = []
-    for segment in batch.segments:
+    for segment, pages in zip(batch.segments, batch.pages, strict=True):
         at = segment.adapter.modules[batch.module]
         assert at.a_rows == at.rank, "A is whole on every worker"
-        first, stop = at.a // geometry.slab, -(-(at.b + at.rank * num_out) // geometry.slab)
-        pages = torch.tensor(segment.adapter.pages[first:stop], device=pool.device)
-        array = pool[:, layer].index_select(0, pages).flatten()[at.a - first * geometry.slab :]
+        array = pool[:, layer].index_select(0, pages).flatten()[at.a % geometry.slab :]
         a = array[: at.rank * num_in].view(at.rank, num_in)
         b = array[at.b - at.a :][: at.rank * num_out].view(at.rank, num_heads, -1).permute(1, 2, 0)
         parts.append(LatentLora(segment.start, segment.end, a, b[:, :plain_dim], b[:, plain_dim:]))

@@ -41,7 +41,7 @@ class Bench:
     stock: Stock
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "mixtral", "gpt_oss", "llama4"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "mixtral", "gpt_oss", "llama4", "deepseek_v3"])
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp(request.param)
     # Rows of experts' adapters with runs of 16 elements, as Triton needs them.
@@ -78,5 +78,8 @@ def test_exact(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
             received = torch.tensor(said.top_logprobs)[torch.tensor(said.top_ids).argsort()]
             torch.testing.assert_close(received, row, atol=TOLERANCE, rtol=0)
             assert row.max() - row[token_id] < TOLERANCE
+    if executor.runner._geometry.kv_sides == 1:  # steps with latent attention are not recorded
+        assert not decodes and not mixed
+        return
     assert decodes and set(decodes) <= set(bucket_sizes(4))
     assert mixed and set(mixed) == {10}

@@ -30,7 +30,7 @@ def test_a_row_has_the_delta_of_its_adapter(layer: int) -> None:
         deltas |= dict.fromkeys(range(start, stop), (b.t() @ a).view(HEADS, PLAIN + VALUE, RANK))
     segments.insert(2, LoraSegment(4, 5, PagedAdapter((), (ABSENT, ABSENT))))  # of other modules alone
     geometry = LoraGeometry(LAYERS, SLAB, 8, ((0, 0), (RANK, num_out)))
-    batch = LatentLoraBatch.make(segments, geometry, 1)
+    batch = LatentLoraBatch.make(segments, geometry, 1, pool.device)
     assert batch is not None and len(batch.segments) == 3
     parts = of_layer(batch, pool, layer, HEADS, PLAIN)
     q, x = (torch.randn(10, HEADS, width, generator=generator) for width in (PLAIN, RANK))
@@ -46,4 +46,4 @@ def test_a_row_has_the_delta_of_its_adapter(layer: int) -> None:
 def test_a_batch_without_such_adapters_is_none() -> None:
     geometry = LoraGeometry(LAYERS, SLAB, 8, ((0, 0), (RANK, 8)))
     other = PagedAdapter((1,), (ModuleSlice(1, 1, 0, 8), ABSENT))
-    assert LatentLoraBatch.make([LoraSegment(0, 4, other)], geometry, 1) is None
+    assert LatentLoraBatch.make([LoraSegment(0, 4, other)], geometry, 1, torch.device("cpu")) is None

@@ -456,6 +456,56 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         **{"num_mtp_modules": 3, "mtp_transformer_layers": 1, "qk_norm_type": "per_layer", "use_qk_norm": True},
         **{"scoring_func": "sigmoid", "use_routing_bias": True, "shared_intermediate_size": 0},
     },
+    "DeepSeek-V3": {
+        **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4},
+        **{
+            "attention_bias": False,
+            "aux_loss_alpha": 0.001,
+            "ep_size": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+        },
+        **{
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        **{"n_group": 8, "topk_group": 4, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8},
+        **{"norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        **{"num_nextn_predict_layers": 1, "pretraining_tp": 1, "seq_aux": True, "moe_intermediate_size": 8},
+        "rope_scaling": {
+            **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "DeepSeek-V2-Lite": {
+        **{"architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "num_key_value_heads": 4},
+        **{"attention_bias": False, "aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "moe_layer_freq": 1},
+        **{
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6},
+        **{"norm_topk_prob": False, "routed_scaling_factor": 1.0, "scoring_func": "softmax", "topk_method": "greedy"},
+        **{"seq_aux": True, "moe_intermediate_size": 8},
+        "rope_scaling": {
+            **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "type": "yarn"},
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "GLM-4.7-Flash": {
+        **{"architectures": ["Glm4MoeLiteForCausalLM"], "model_type": "glm4_moe_lite", "num_key_value_heads": 4},
+        **{"attention_bias": False, "first_k_dense_replace": 1, "topk_method": "noaux_tc", "norm_topk_prob": True},
+        **{"kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256},
+        **{"n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4},
+        **{"num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rope_scaling": None, "rope_theta": 1000000},
+        **{"routed_scaling_factor": 1.8, "moe_intermediate_size": 8},
+    },
     "Command R7B": {
         **{"architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "cache_implementation": "hybrid"},
         **{"attention_bias": False, "head_dim": 128, "layer_norm_eps": 1e-05, "layer_switch": 4, "logit_scale": 0.25},
@@ -502,6 +552,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
     },
 }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2: num_attention_heads = 4 is needed, or null"),
+        ({"kv_lora_rank": 511}, "kv_lora_rank = 511: an even number is needed"),
+        ({"qk_rope_head_dim": 63}, "qk_rope_head_dim = 63: an even number is needed"),
+        ({"head_dim": 192}, "head_dim = 192: leave it out, or set it to 64"),
+        ({"qk_head_dim": 64}, "qk_head_dim = 64: leave it out, or set it to 192"),
+    ],
+)
+def test_sizes_of_latents_that_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ModelConfig.from_folder(folder(tmp_path, **PUBLISHED["DeepSeek-V3"] | changes))
+
+
+def test_latents_of_eight_bits_are_refused(tmp_path: Path) -> None:
+    model = ModelConfig.from_folder(folder(tmp_path, **PUBLISHED["DeepSeek-V3"]))
+    with pytest.raises(ValueError, match="kv_dtype = 'float8' is not supported for latent attention"):
+        model.slab(16, "float8")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

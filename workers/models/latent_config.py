@@ -39,8 +39,9 @@ class LatentConfig:
             bool(values.get("rope_interleave", family.rotates_neighbours)),
             bool(values["attention_bias"]),
         )
-        if latent.rotated_dim % 2:
-            raise ValueError(f"qk_rope_head_dim = {latent.rotated_dim}: an even number is needed")
+        for key, size in (("kv_lora_rank", latent.rank), ("qk_rope_head_dim", latent.rotated_dim)):
+            if size % 2:
+                raise ValueError(f"{key} = {size}: an even number is needed")
         num_heads = values["num_attention_heads"]
         if values["num_key_value_heads"] not in (None, num_heads):
             raise ValueError(

@@ -62,7 +62,7 @@ class AdapterTables:
         lora = self._kernels.lora.prepare(segments, self._geometry, self._device)
         latent = None
         if self._absorbed is not None:
-            latent = LatentLoraBatch.make(segments, self._geometry, self._absorbed)
+            latent = LatentLoraBatch.make(segments, self._geometry, self._absorbed, self._device)
         return StepAdapters(lora, experts, has_narrow, latent)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
