@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..adapter import OUTER, OUTER_MODULES, BaseShape
+from ..adapter import MODULES, OUTER, OUTER_MODULES, BaseShape
 from ..errors import AdapterInvalid, listed, quote
 from .peft import TEXT_PREFIX, LoraConfig
 
@@ -279,6 +279,8 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[s
     valid_names |= {part for parts in shape.fused.values() for part in parts}  # lists for all bases name them in vain
     if shape.experts is not None and shape.experts.are_parameters:
         valid_names |= _OF_EXPERTS  # likewise
+    if shape.experts is None and MODULES[4] not in shape.modules:  # MLPs without a gate
+        valid_names |= {MODULES[4]}
     for target in config.target_modules:
         if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
             raise AdapterInvalid(
