@@ -90,6 +90,11 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     return ACTIVATIONS[activation](gate) * up
 
 
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)², the activation of MLPs without a gate (Primer, arXiv 2109.08668)."""
+    return x.relu().square_()
+
+
 def multiply_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """x * sigmoid(gate), of one shape: a gate on the output of attention, as in Qwen3-Next."""
     return x * gate.sigmoid()

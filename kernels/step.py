@@ -224,6 +224,14 @@ class MultiplyGate:
 
 
 @dataclass(frozen=True)
+class SquaredRelu:
+    """to = relu(x)². See `norms.squared_relu`."""
+
+    x: Register
+    to: Register  # may be x
+
+
+@dataclass(frozen=True)
 class Recur:
     """to = what a rule makes of x; states go on in their pages. See `recurrence.RecurrentKernel`."""
 
@@ -252,6 +260,7 @@ Operation = (
     | AddGated
     | JoinEmbedding
     | MultiplyGate
+    | SquaredRelu
     | Recur
 )
 

@@ -154,6 +154,18 @@ void multiply_gate(const T* x, const T* gates, int64_t gate_stride, T* to, int64
     });
 }
 
+template <class T>
+void squared_relu(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+    share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t row = start; row < end; row++)
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int64_t count = width - i, at = row * width + i;
+                const Floats positive = larger(broadcast(0.0f), load(x + at, count));  // in this order NaN stays
+                store(to + at, positive * positive, count);
+            }
+    });
+}
+
 // activation(gate) * up. The activation is rounded before the product, as in torch.
 template <class T, Floats (*kActivation)(Floats)>
 void gated(const T* gate_up, int64_t stride, T* to, int64_t num_rows, int64_t width, int num_threads) {

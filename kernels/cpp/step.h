@@ -40,7 +40,8 @@ enum class StepKind : int64_t {
     kJoinEmbedding,
     kNarrowLora,
     kByteLinear,
-    kCodeLinear
+    kCodeLinear,
+    kSquaredRelu
 };
 
 struct StepOperation {
@@ -124,6 +125,9 @@ struct StepOperation {
         struct {
             int64_t gates, width, gate_stride, column;
         } multiply_gate;
+        struct {
+            int64_t width;
+        } squared_relu;
         struct {
             const void* layer;
             int64_t width;  // of x
@@ -213,6 +217,8 @@ class Step {
                                         num_threads);
             case StepKind::kMultiplyGate:
                 return multiply_gates(op);
+            case StepKind::kSquaredRelu:
+                return motet::squared_relu(of(op.x), of(op.to), call.num_rows, op.squared_relu.width, num_threads);
             case StepKind::kGatedDelta:
                 return recur(op, motet::gated_delta<T>);
             case StepKind::kShortConvolution:

@@ -36,6 +36,7 @@ from ..step import (
     Operation,
     Program,
     Recur,
+    SquaredRelu,
     TakePairs,
     WriteKV,
 )
@@ -59,6 +60,7 @@ _KINDS = (  # in the order of `StepKind`
     JoinEmbedding,
     AddNarrowLora,
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
+    SquaredRelu,
 )
 
 
@@ -313,6 +315,11 @@ class NativeStep:
         width, row = self._width(op.to), self._width(op.gate)
         assert self._width(op.x) == width and op.column + width <= row, "a gate for each column"
         return [op.gate, width, row, op.column]
+
+    @_fields.register
+    def _(self, op: SquaredRelu) -> list[int]:
+        assert self._width(op.x) == self._width(op.to), "one result for each column"
+        return [self._width(op.to)]
 
     @_fields.register
     def _(self, op: Recur) -> list[int]:

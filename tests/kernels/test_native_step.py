@@ -19,7 +19,7 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 from motet.kernels.experts import Routing, choose_experts
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu
+from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu, squared_relu
 from motet.kernels.step import (
     Add,
     AddExpertLora,
@@ -37,6 +37,7 @@ from motet.kernels.step import (
     Norm,
     Operation,
     Program,
+    SquaredRelu,
     TakePairs,
     WriteKV,
 )
@@ -295,3 +296,18 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing
             actual = step.run(inputs.token_ids, inputs.attention, None, adapters)
             tolerance = TOLERANCE[dtype]
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("width", [1, 16, 37])
+def test_squared_relu_in_a_step(native: tuple[Kernels, torch.dtype], width: int) -> None:
+    kernels, dtype = native
+    if kernels.step is None:
+        pytest.skip("oneDNN's linears serve")
+    table = torch.randn(5, width, generator=torch.Generator().manual_seed(width)).to(dtype)
+    table[2, 0], table[3, -1], table[4, 0] = torch.nan, torch.inf, -torch.inf
+    operations = Embed(0, table, 1.0), SquaredRelu(0, 1), SquaredRelu(1, 1)
+    step = kernels.step.prepare(Program((width, width), operations, 1), torch.zeros(1, 1, 1, dtype=dtype))
+    plan = SequencePlan(0, tuple(range(5)), 0, packed([0]), None, None)
+    inputs = make_inputs(StepPlan(0, (plan,), (), ()), {}, BLOCK_SIZE, CPU)
+    output = step.run(inputs.token_ids, inputs.attention, None)
+    assert torch.equal(output.nan_to_num(-1.0), squared_relu(squared_relu(table)).nan_to_num(-1.0))

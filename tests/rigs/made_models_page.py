@@ -54,9 +54,10 @@ def _lora(family: Family) -> str:
     if family.experts is not None and not family.experts.beside_dense:
         return _lora_of_experts(family)
     recurrent = _RECURRENT[family.recurrent]
+    linears = (name for name in _LINEARS if family.has_gates or name != "gate_proj")
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
     leaves = {name: path.rpartition(".")[2] for name, path in family.paths.items()}
-    names = ((whole.get(name) or leaves.get(name, name)).removesuffix("_proj") for name in _LINEARS)
+    names = ((whole.get(name) or leaves.get(name, name)).removesuffix("_proj") for name in linears)
     experts = () if family.experts is None else ("gate, up, down of each expert", "and the router")
     return ", ".join(dict.fromkeys((*names, *recurrent, *experts)))
 

@@ -58,6 +58,7 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Olmo3Config,
     OlmoeConfig,
@@ -139,6 +140,7 @@ GEMMA3_ROPE: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 
 
+NEMOTRON_H: dict[str, Any] = {"n_routed_experts": 0, "layer_norm_epsilon": 1e-5}
 GRANITE_HYBRID: dict[str, Any] = {"num_local_experts": 0, "shared_intermediate_size": 112}
 
 
@@ -647,6 +649,35 @@ VARIANTS: Mapping[str, Variant] = {
             n_group=2,
             topk_group=1,
             rope_parameters=deepcopy(SCALED_ROPE),
+        )
+    ),
+    "nemotron_h": Variant(
+        lambda: NemotronHConfig(
+            **_without(SHAPE, "rms_norm_eps", "num_hidden_layers"),
+            **NEMOTRON_H,
+            layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention", "mlp"],
+            head_dim=16,
+            mamba_num_heads=8,
+            mamba_head_dim=12,
+            n_groups=2,
+            ssm_state_size=10,
+        )
+    ),
+    "nemotron_h_biases": Variant(
+        lambda: NemotronHConfig(
+            **_without(SHAPE, "rms_norm_eps", "num_hidden_layers"),
+            **NEMOTRON_H,
+            layers_block_type=["mlp", "full_attention", "full_attention", "linear_attention"],
+            head_dim=20,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            n_groups=1,
+            ssm_state_size=12,
+            conv_kernel=3,
+            use_conv_bias=False,
+            use_bias=True,
+            mlp_bias=True,
+            time_step_min=0.3,
         )
     ),
 }

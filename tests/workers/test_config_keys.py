@@ -97,7 +97,7 @@ def _values_of_keys(raw: Mapping[str, Any], config: PreTrainedConfig) -> list[tu
     values = [
         (key, value)
         for key in sorted(keys - UNRELATED)
-        for value in _values(key, raw.get(key), raw["num_hidden_layers"])
+        for value in _values(key, raw.get(key), config.num_hidden_layers)
     ]
     return [*values, *FOREIGN.items()]
 

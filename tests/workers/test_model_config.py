@@ -794,3 +794,65 @@ def test_sizes_of_layers_that_cannot_be(tmp_path: Path, changes: dict[str, Any],
     keys = {"architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "num_hidden_layers": 12, "vocab_size": 50}
     with pytest.raises(ValueError, match=problem):
         ModelConfig.from_folder(folder(tmp_path, **keys | changes))
+
+
+NEMOTRON_H: dict[str, Any] = {
+    **{"architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "vocab_size": 50, "hidden_size": 32},
+    **{"intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 99},
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"hybrid_override_pattern": "M-*-"},
+        {"layers_block_type": ["mamba", "mlp", "attention", "mlp"], "hybrid_override_pattern": "E"},
+        {"layer_types": ["linear_attention", "mlp", "full_attention", "mlp"]},
+    ],
+)
+def test_layers_of_one_half(tmp_path: Path, layers: dict[str, Any]) -> None:
+    """They alone say how many layers there are."""
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_H | layers))
+    config = ModelConfig.from_folder(tmp_path)
+    assert (config.recurrent_layers, config.attention_layers, config.mlp_layers) == ((0,), (2,), (1, 3))
+    shape = config.shape
+    assert [shape.has(layer, "up_proj") for layer in range(4)] == [False, True, False, True]
+    assert (shape.path("up_proj"), shape.path("in_proj"), shape.path("q_proj")) == (
+        *("mixer.up_proj", "mixer.in_proj", "mixer.q_proj"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, "hybrid_override_pattern = None, without layers_block_type"),
+        ({"hybrid_override_pattern": "M*x"}, "hybrid_override_pattern = 'M*x'"),
+        ({"hybrid_override_pattern": "M*E"}, "layer_types has 'moe'"),
+        ({"hybrid_override_pattern": "M-"}, "layers with attention and with a recurrent state are needed"),
+        ({"hybrid_override_pattern": "*-"}, "layers with attention and with a recurrent state are needed"),
+        ({"hybrid_override_pattern": "M*-", "mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+        ({"hybrid_override_pattern": "M*-", "mamba_hidden_act": "relu"}, "mamba_hidden_act = 'relu'"),
+        ({"hybrid_override_pattern": "M*-", "attention_bias": True}, "attention_bias = True"),
+        ({"hybrid_override_pattern": "M*-", "rope_scaling": {"rope_type": "linear"}}, "which rotates nothing"),
+    ],
+)
+def test_layers_of_one_half_that_cannot_be(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEMOTRON_H | changes))
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_older_names_of_tensors_are_read(tmp_path: Path) -> None:
+    """Nemotron-H's as published and as transformers writes them."""
+    stored = load_file(write_model("nemotron_h", tmp_path / "base") / "model.safetensors")
+    newer = {name.replace("backbone.", "model.", 1): tensor for name, tensor in stored.items()}
+    older = {name.replace("model.", "backbone.", 1): tensor for name, tensor in newer.items()}
+    decoders = []
+    for kind, tensors in {"older": older, "newer": newer}.items():
+        shutil.copytree(tmp_path / "base", tmp_path / kind)
+        save_file(tensors, tmp_path / kind / "model.safetensors")
+        part = ModelSharding(ModelConfig.from_folder(tmp_path / kind))
+        decoders.append(load_decoder(part, checkpoint(tmp_path / kind)))
+    assert torch.equal(decoders[0].embedding, decoders[1].embedding)
+    assert torch.equal(decoders[0].norm, decoders[1].norm)

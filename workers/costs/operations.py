@@ -133,7 +133,8 @@ class _AttentionKind(NamedTuple):
 def _widths_of_mlps(model: ModelConfig) -> Counter[int]:
     """How many layers have a dense MLP of each width."""
     experts = model.experts
-    layers = (layer for layer in range(model.num_layers) if experts is None or experts.has_dense(layer))
+    some = range(model.num_layers) if model.mlp_layers is None else model.mlp_layers
+    layers = (layer for layer in some if experts is None or experts.has_dense(layer))
     return Counter(model.layer_sizes.intermediate_sizes[layer] for layer in layers)
 
 
@@ -183,7 +184,8 @@ class _Parts:
             num_recurrent = len(model.recurrent_layers)
             yield self._linears("state inputs", [(num_recurrent, hidden, sum(num_out for _, num_out in inputs))])
             yield self._linears("state output", [(num_recurrent, *output)])
-        yield self._linears("UG", [(n, hidden, 2 * width) for width, n in mlps.items()])
+        ups = 1 + model.family.has_gates
+        yield self._linears("UG", [(n, hidden, ups * width) for width, n in mlps.items()])
         yield self._linears("D", [(n, width, hidden) for width, n in mlps.items()])
         if width := model.layer_sizes.input_size:
             sides = (hidden, width), (hidden, width), (width, hidden)
@@ -351,8 +353,9 @@ def model_size(model: ModelConfig) -> ModelSize:
         n * ((kind.query + 2 * kind.kv) * model.qkv_bias + hidden * model.output_bias) for kind, n in kinds.items()
     )
     mlps = _widths_of_mlps(model)
-    dense = sum(n * 3 * hidden * width for width, n in mlps.items())
-    dense_bias = sum(n * (2 * width + hidden) for width, n in mlps.items()) * model.mlp_bias
+    ups = 1 + model.family.has_gates
+    dense = sum(n * (ups + 1) * hidden * width for width, n in mlps.items())
+    dense_bias = sum(n * (ups * width + hidden) for width, n in mlps.items()) * model.mlp_bias
     experts, num_sparse, sparse, chosen = model.experts, 0, 0, 0
     if experts is not None:
         num_sparse, shared = sum(experts.layers), experts.shared_intermediate_size or 0

@@ -45,6 +45,13 @@ def adapter_shape(config: ModelConfig) -> BaseShape:
     dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
     if config.sizes is not None:
         return _shape_of_sizes(config, config.sizes)
+    if config.mlp_layers is not None:
+        modules = {
+            name: sides
+            for name, sides in dense.items()
+            if config.mlp_layers and (config.family.has_gates or name != "gate_proj")
+        }
+        return _shape_of(config, attn | modules, some_layers=dict.fromkeys(modules, config.mlp_layers))
     if experts is None or names is None:
         return _shape_of(config, attn | dense, paths=dense_paths)
     shape = experts.shape(names)

@@ -36,7 +36,7 @@ from .rotary_config import (
     with_default_rope,
     without_axes,
 )
-from .sliding import has_rotary, sliding_layers
+from .sliding import has_rotary, mlp_layers, sliding_layers
 from .stored_tensor import folder_has_head
 
 _GENERATION_CONFIG: Final = "generation_config.json"
@@ -78,6 +78,7 @@ class ModelConfig:
     scales: ModuleScales | None = None  # of its linears
     latent: LatentConfig | None = None  # all heads attend to one KV head, which holds it
     sizes: LayerSizes | None = None  # see `layer_sizes`
+    mlp_layers: tuple[int, ...] | None = None  # that are an MLP and nothing else; None: all layers have both halves
     quantisation: Quantisation | None = None  # of the files; None: their weights have 16 or 32 bits
 
     @staticmethod
@@ -130,7 +131,8 @@ class ModelConfig:
         """Indices of the layers with attention."""
         if self.family.recurrent == "parallel_mamba":
             return tuple(range(self.num_layers))
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.recurrent_layers)
+        without = (*self.recurrent_layers, *(self.mlp_layers or ()))
+        return tuple(layer for layer in range(self.num_layers) if layer not in without)
 
     @cached_property
     def kv_layers(self) -> tuple[int, ...]:
@@ -288,7 +290,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         rotaries = _rotated(rotaries, _rotating_layers(values), scaling)
     elif family.only_windows_rotate and window is not None:
         rotaries = _rotated(rotaries, slides, {})
-    elif values.get("position_embedding_type", "rope") != "rope":
+    elif not family.rotates or values.get("position_embedding_type", "rope") != "rope":
         rotaries = _rotated(rotaries, [False] * len(rotaries), {})
     if window is not None and window >= context:  # it hides nothing, as those of Phi-4 mini and Ministral 8B
         window = None
@@ -323,6 +325,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         is_wrapped=wrapper is not None or family.reads_wrapped,
         qk_norm=values.get("use_qk_norm", family.qk_norm),
         recurrent=read_recurrent(values, family),
+        mlp_layers=mlp_layers(values) if family.has_halves else None,
         latent=latent,
         sizes=sizes,
         quantisation=quantisation,
@@ -371,6 +374,10 @@ def _attention_scale(values: Mapping[str, Any], family: Family, head_dim: int) -
 def _activation(values: Mapping[str, Any], family: Family) -> Activation:
     name = values.get(family.activation_key, "silu")
     name = family.activations.get(name, name)
+    if not family.has_gates:
+        if name != "relu2":
+            raise ValueError(f"{family.activation_key} {name!r} is not supported: 'relu2' is accepted")
+        return str(name)
     is_clamped = "swiglu_limit" in values
     if name not in ACTIVATIONS or (is_clamped and name != "silu"):
         accepted = "'silu' is" if is_clamped else f"{', '.join(ACTIVATIONS)} are"

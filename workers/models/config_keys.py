@@ -118,7 +118,13 @@ _NULLABLE: Final = frozenset(
     | {"no_rope_layers", "full_attn_idxs", "position_embedding_type"}
 )
 _WINDOW_KEYS: Final = frozenset({"sliding_window", "max_window_layers"})  # with `use_sliding_window` alone
-_OLD_NAMES: Final = {"num_experts": "num_local_experts", "layers_block_type": "layer_types"}
+_OLD_NAMES: Final = {
+    "num_experts": "num_local_experts",
+    "layers_block_type": "layer_types",
+    "mamba_dt_min": "time_step_min",
+}
+_PATTERN: Final = "hybrid_override_pattern"
+_LETTERS: Final = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _FACTORS: Final = re.compile(r"(multiplier|scale|scaling|factor)$")  # 1 changes nothing
 
 
@@ -127,13 +133,17 @@ def read_keys(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
 
     Raises ValueError for a value of another type, KeyError for a key that is needed and absent.
     """
-    raw = _renamed(raw, family)
+    raw = _renamed(raw if not family.has_halves else _with_layer_types(raw), family)
     _refuse_unread(raw, family)
     values: dict[str, Any] = {key: _checked(key, raw[key]) for key in _NEEDED if key not in family.defaults}
     for key, default in family.defaults.items():
         value = raw.get(key, default)
         is_null = value is None and (default is None or key in _NULLABLE or key in family.nullable)
         values[key] = None if is_null else _checked(key, value, default)
+        if key in family.computes and values[key] != family.computes[key]:
+            raise ValueError(
+                f"{key} = {value!r} is not supported for {family.name}: set it to {family.computes[key]!r}"
+            )
     return values | {key: raw[key] for key in ROPE_KEYS if key in raw}
 
 
@@ -154,9 +164,28 @@ def _renamed(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     return raw
 
 
+def _with_layer_types(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Nemotron-H: with the kinds of all layers, which older files give as letters, and with their number."""
+    kinds = raw.get("layers_block_type") or raw.get("layer_types")
+    if kinds is None:
+        pattern = raw.get(_PATTERN)
+        if not isinstance(pattern, str) or not pattern or not {*pattern} <= _LETTERS.keys():
+            raise ValueError(
+                f"{_PATTERN} = {pattern!r}, without layers_block_type: a text of {', '.join(_LETTERS)} is needed"
+            )
+        kinds = [_LETTERS[letter] for letter in pattern]
+        raw = {key: value for key, value in raw.items() if key != "layers_block_type"} | {"layer_types": kinds}
+    return {**raw, "num_hidden_layers": len(kinds)} if isinstance(kinds, list) else raw
+
+
 def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
     """A key that this family does not read would change the answers of another, so somebody expects it to."""
     read = _NEEDED.keys() | family.defaults.keys() | ROPE_KEYS
+    for key in () if family.rotates else ("rope_scaling", "rope_parameters"):
+        if raw.get(key):
+            raise ValueError(
+                f"{key} = {raw[key]!r} is not supported for {family.name}, which rotates nothing: leave it out"
+            )
     for key in sorted((raw.keys() & DECODER_KEYS) - read):
         value, accepted = raw[key], "leave it out or set it to null"
         if not value or (value == 1 and (value is not True) and _FACTORS.search(key)):
@@ -348,6 +377,25 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "block_multiple_of": _SIZE,
     "block_ff_dim": _SIZE,
     "tie_embedding": _FLAG,
+    "layer_norm_epsilon": _NUMBER,
+    "mlp_hidden_act": _TEXT,
+    "residual_in_fp32": _FLAG,
+    "ssm_state_size": _SIZE,
+    "mamba_num_heads": _SIZE,
+    "mamba_head_dim": _SIZE,
+    "mamba_hidden_act": _TEXT,
+    "n_groups": _SIZE,
+    "conv_kernel": ("a whole number from 2", lambda value: is_whole(value, 2)),
+    "use_conv_bias": _FLAG,
+    "time_step_min": _NUMBER,
+    "expand": _SIZE,
+    "time_step_max": _NUMBER,
+    "time_step_floor": _NUMBER,
+    "chunk_size": _SIZE,
+    "mamba_ssm_cache_dtype": _TEXT,
+    "rescale_prenorm_residual": _FLAG,
+    "moe_latent_size": _SIZE,
+    "moe_shared_expert_overlap": _FLAG,
     "q_lora_rank": _SIZE,
     "kv_lora_rank": _SIZE,
     "qk_nope_head_dim": _SIZE,

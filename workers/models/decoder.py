@@ -21,6 +21,7 @@ from .layers import (
     ForwardContext,
     GatedMlp,
     RecurrentMixer,
+    SquaredReluMlp,
     TokenEmbeddings,
 )
 from .passes import Pass, alone
@@ -101,6 +102,7 @@ def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: 
     for mixer in mixers:
         linears += [mixer.qkv] if isinstance(mixer, Attention) else []
         linears += [mixer.inputs] if isinstance(mixer, LatentAttention | RecurrentMixer) else []
+        linears += [mixer.up] if isinstance(mixer, SquaredReluMlp) else []
         linears += [mixer.queries] if isinstance(mixer, LatentAttention) and mixer.queries is not None else []
     linears += [
         linear for layer in layers if isinstance(layer.mlp, GatedMlp) for linear in (layer.mlp.gate_up, layer.mlp.down)

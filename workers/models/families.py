@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from ...adapters.adapter import MODULES
 from ...kernels.experts import Routing
 from .family import ExpertNames, Family
 from .rotary_config import LONGROPE, PROPORTIONAL, SCALINGS
@@ -180,6 +181,47 @@ _LFM2: dict[str, Any] = {
     "block_ff_dim": None,
     "full_attn_idxs": None,
     "layer_types": None,
+}
+
+_NEMOTRON_H: dict[str, Any] = {
+    "layer_types": None,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_bias": False,
+    "residual_in_fp32": False,
+    "ssm_state_size": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_proj_bias": False,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "time_step_min": 0.001,
+    # What trained models without experts do not compute with.
+    "expand": 2,
+    "time_step_max": 0.1,
+    "time_step_floor": 1e-4,
+    "time_step_limit": [0.0, math.inf],
+    "chunk_size": 128,
+    "mamba_ssm_cache_dtype": "float32",
+    "rescale_prenorm_residual": True,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 7688,
+    "moe_latent_size": None,
+    "moe_shared_expert_overlap": True,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
 }
 
 FAMILIES = {
@@ -652,6 +694,28 @@ FAMILIES = {
             "mlp", "gate_proj", "up_proj", "down_proj", router="router", are_fused=True, take_turns=True
         ),
         always_normalized=True,
+    ),
+    "NemotronHForCausalLM": Family(
+        "nemotron_h",
+        "nemotron_h",
+        _NEMOTRON_H,
+        nullable=_KV_HEADS,
+        computes={
+            "attention_bias": False,
+            "mamba_proj_bias": False,
+            "residual_in_fp32": False,
+            "mamba_hidden_act": "silu",
+        },
+        wide_norms=True,
+        attention_norm="norm",
+        mlp_norm=None,
+        final_norm="norm_f",
+        recurrent="mamba",
+        has_halves=True,
+        has_gates=False,
+        rotates=False,
+        mixer_block="mixer",
+        paths={module: f"mixer.{module}" for module in MODULES if module != "gate_proj"},
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2",

@@ -67,7 +67,7 @@ class Family:
 
     `defaults`: the keys, beside those that every family needs and those of the rotary embedding, with their values
     where they are absent, as in transformers' config class. `nullable`: of these, keys that may be null although null
-    is not their default. `computes`: keys that the family does not read, with the only value that is true of it.
+    is not their default. `computes`: keys with the only value that is true of the family.
     """
 
     name: str
@@ -116,15 +116,22 @@ class Family:
     attention_scale: float | None = None  # None: as config.json says, or by the heads' size
     has_layer_scalars: bool = False  # each layer's output is multiplied by its `layer_scalar`
     is_latent: bool = False  # keys and values are made of one latent vector of each token: see `latent_config.py`
+    has_halves: bool = False  # each layer is a mixer or an MLP, with one norm before it
+    has_gates: bool = True  # MLPs have `gate_proj`
+    rotates: bool = True
+    mixer_block: str = ""  # of layers with a recurrent state, in names of tensors; empty: that of the rule
     always_normalized: bool = False  # the chosen experts' weights add up to one, whatever `norm_topk_prob` says
 
     @property
     def activation_key(self) -> str:
-        return "hidden_activation" if "hidden_activation" in self.defaults else "hidden_act"
+        keys = "hidden_activation", "mlp_hidden_act"
+        return next((key for key in keys if key in self.defaults), "hidden_act")
 
     @property
     def norm_eps_key(self) -> str:
-        return next(key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps") if key in self.defaults)
+        return next(
+            key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon") if key in self.defaults
+        )
 
 
 @dataclass(frozen=True)

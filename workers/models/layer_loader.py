@@ -26,6 +26,7 @@ from .layers import (
     NarrowLinear,
     RecurrentMixer,
     SharedExpert,
+    SquaredReluMlp,
     WideLinear,
 )
 from .recurrent_rules import load_group_norm, load_rule
@@ -51,7 +52,7 @@ def load_layer(
     return DecoderLayer(
         index,
         loader.mixer(),
-        loader.experts() if has_experts and not is_beside else loader.mlp(),
+        loader.experts() if has_experts and not is_beside else loader.mlp() if config.mlp_layers is None else None,
         attention_norm=loader.norm(config.family.attention_norm),
         mlp_norm=loader.norm(config.family.mlp_norm),
         attention_post_norm=loader.norm(post_norms[0]),
@@ -108,6 +109,8 @@ class _LayerLoader:
             self._checkpoint.split(f"{self.prefix}{path}.weight", rows)
 
     def mixer(self) -> Mixer:
+        if self._index in (self._config.mlp_layers or ()):
+            return self.squared_relu_mlp()
         if self._index not in self._config.attention_layers:
             return self.recurrent()
         return self.attention() if self._config.latent is None else self.latent_attention(self._config.latent)
@@ -283,6 +286,16 @@ class _LayerLoader:
             ),
             self._row_linear("down_proj", width, part, self._places("down_proj"), config.mlp_bias),
             config.activation,
+        )
+
+    def squared_relu_mlp(self) -> SquaredReluMlp:
+        config, part, name = self._config, self._sharding.intermediate_of(self._index), self._path("up_proj")
+        hidden, width, bias = config.hidden_size, config.intermediate_size, None
+        if config.mlp_bias:
+            bias = self._checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part)
+        return SquaredReluMlp(
+            LoraLinear(self._packed([self._stored(name, hidden, width, part)]), bias, self._places("up_proj")),
+            self._row_linear("down_proj", width, part, self._places("down_proj"), config.mlp_bias),
         )
 
     def experts(self) -> ExpertMlp:

@@ -13,7 +13,7 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch
-from ...kernels.norms import Activation, scale_to_unit
+from ...kernels.norms import Activation, scale_to_unit, squared_relu
 from ...kernels.recurrence import LayerState, Rule, StateBatch
 from ..parallel import Parallel
 from .passes import Pass
@@ -227,6 +227,17 @@ class GatedMlp:
         return self.down(inner, layer, context)
 
 
+@dataclass(frozen=True)
+class SquaredReluMlp:
+    """output(relu(up(x))²), which has no gate."""
+
+    up: LoraLinear
+    output: LoraLinear
+
+    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
+        return self.output(squared_relu(self.up(x, layer, context)), layer, context)
+
+
 class LayerEnd(Protocol):
     """What a layer adds to the residual last, `[num_rows, hidden]`, of that residual and of its token (Gemma 4)."""
 
@@ -236,8 +247,8 @@ class LayerEnd(Protocol):
 @dataclass(frozen=True)
 class DecoderLayer:
     index: int
-    attention: Mixer
-    mlp: Mlp
+    attention: Mixer  # where layers have one half alone: that, which may be an MLP
+    mlp: Mlp | None
     attention_norm: torch.Tensor | None  # [hidden]; None: attention reads the residual
     mlp_norm: torch.Tensor | None
     attention_post_norm: torch.Tensor | None  # norms the output of attention (Gemma); None: it is not normed
@@ -258,6 +269,8 @@ class DecoderLayer:
         x = yield self.attention(first, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
+        if self.mlp is None:
+            return x, residual
         x, residual = self._enter(x, residual, self.mlp_norm, kernels)
         x = yield self.mlp(first if self.is_parallel else x, self.index, context)
         if self.beside is not None:

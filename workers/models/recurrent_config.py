@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...adapters.adapter import OutputGroups
@@ -274,7 +275,7 @@ def kinds_of_layers(family: Family) -> tuple[str, ...]:
         "mamba": ("linear_attention", "mamba", "attention"),
         "parallel_mamba": (),
     }
-    return kinds.get(family.recurrent, ("linear_attention",))
+    return (*kinds.get(family.recurrent, ("linear_attention",)), *(("mlp",) if family.has_halves else ()))
 
 
 def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:
@@ -287,6 +288,12 @@ def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig
     if family.recurrent == "parallel_mamba":
         return _mamba(values, (True,) * values["num_hidden_layers"])
     layers = recurrent_layers(values)
+    if family.has_halves:
+        if not any(layers) or {*values["layer_types"]}.isdisjoint(("full_attention", "attention")):
+            raise ValueError(
+                f"layer_types = {values['layer_types']!r}: layers with attention and with a recurrent state are needed"
+            )
+        return replace(_mamba(_named_as_mamba(values), layers), block=family.mixer_block)
     mamba = _mamba(values, layers) if family.recurrent == "mamba" else None  # transformers checks these numbers too
     if not any(layers):
         return None
@@ -326,6 +333,21 @@ def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) 
         values["linear_value_head_dim"],
         family.recurrent == "grouped_delta",
     )
+
+
+def _named_as_mamba(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Nemotron-H's keys by the names that other families have for them. Steps have no upper limit."""
+    return {
+        "mamba_n_heads": values["mamba_num_heads"],
+        "mamba_n_groups": values["n_groups"],
+        "mamba_d_head": values["mamba_head_dim"],
+        "mamba_d_ssm": values["mamba_num_heads"] * values["mamba_head_dim"],
+        "mamba_d_state": values["ssm_state_size"],
+        "mamba_d_conv": values["conv_kernel"],
+        "mamba_conv_bias": values["use_conv_bias"],
+        "mamba_proj_bias": values["use_bias"],
+        "time_step_limit": [values["time_step_min"], math.inf],
+    }
 
 
 def _mamba(values: Mapping[str, Any], layers: tuple[bool, ...]) -> MambaConfig:

@@ -117,7 +117,8 @@ class ModelSharding:
                 kinds |= dict.fromkeys(self._latent_linears(latent))
             else:
                 kinds |= dict.fromkeys(((hidden, (query + gates + 2 * kv) * dim), (query * dim, hidden)))
-            kinds |= dict.fromkeys(((hidden, 2 * (stop - start)), (stop - start, hidden)))
+            ups = 2 if self.config.family.has_gates else 1
+            kinds |= dict.fromkeys(((hidden, ups * (stop - start)), (stop - start, hidden)))
         linears = tuple(kinds)
         if self.config.recurrent is None:
             return linears

@@ -29,6 +29,11 @@ def recurrent_layers(values: Mapping[str, Any]) -> tuple[bool, ...]:
     return tuple((layer + 1) % int(values["full_attention_interval"]) != 0 for layer in layers)
 
 
+def mlp_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Indices of the layers that are an MLP and nothing else."""
+    return tuple(layer for layer, kind in enumerate(values["layer_types"]) if kind == "mlp")
+
+
 def sliding_layers(
     values: Mapping[str, Any], slides: Slides, *, extra_kinds: Collection[str] = (), last_is_full: bool = False
 ) -> tuple[bool, ...]:

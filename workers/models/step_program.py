@@ -34,6 +34,7 @@ from ...kernels.step import (
     Operation,
     Program,
     Recur,
+    SquaredRelu,
     Step,
     TakePairs,
     WriteKV,
@@ -52,6 +53,7 @@ from .layers import (
     LoraLinear,
     NarrowLinear,
     RecurrentMixer,
+    SquaredReluMlp,
 )
 
 _log = logging.getLogger(__name__)
@@ -129,6 +131,8 @@ def program_of(
             if mixer.beside is not None:
                 beside = _recurrence(mixer.beside, x, layer.index, states[mixer.beside.state_index], BESIDE)
                 mixing = chain(beside, mixing, [Add(BESIDE, OUTPUT)])
+        elif isinstance(mixer, SquaredReluMlp):
+            mixing = _squared_relu(mixer, x, layer.index)
         else:
             assert isinstance(mixer, RecurrentMixer)
             mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index], OUTPUT)
@@ -171,6 +175,8 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     if isinstance(mixer, Attention):
         query = mixer.num_heads * mixer.head_dim
         widths |= {QKV: mixer.qkv.weight.num_out, ROTATED: query, ATTENDED: query}
+    if isinstance(mixer, SquaredReluMlp):
+        widths |= {INNER: mixer.up.weight.num_out}
     if isinstance(mlp, GatedMlp):
         widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
     if layer.beside is not None:
@@ -226,6 +232,12 @@ def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState, to
     yield from _linear(mixer.output, MIXED, to, layer)
 
 
+def _squared_relu(mlp: SquaredReluMlp, x: int, layer: int) -> Iterator[Operation]:
+    yield from _linear(mlp.up, x, INNER, layer)
+    yield SquaredRelu(INNER, INNER)
+    yield from _linear(mlp.output, INNER, OUTPUT, layer)
+
+
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> Iterator[Operation]:
     """`mixing`: attention, or what a layer has in its place."""
     eps = layer.norm_eps
@@ -233,6 +245,8 @@ def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> 
     yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
+    if layer.mlp is None:
+        return
     yield from _enter(layer, layer.mlp_norm)
     yield from _mlp(layer, _input(layer.attention_norm if layer.is_parallel else layer.mlp_norm))
     if layer.mlp_post_norm is not None:

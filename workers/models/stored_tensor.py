@@ -124,7 +124,13 @@ HEAD: Final = "lm_head.weight"
 _PREFIX: Final = "model."  # of all but the head's, where there may be one
 _EMBEDDING: Final = "embed_tokens.weight"
 # Of a text model's tensors in the file of a model that takes pictures too, and what a text model has in their place.
-_WRAPPED: Final = (("language_model.model.", _PREFIX), ("language_model.", ""), ("model.language_model.", _PREFIX))
+_WRAPPED: Final = (
+    ("language_model.model.", _PREFIX),
+    ("language_model.", ""),
+    ("model.language_model.", _PREFIX),
+    ("backbone.", _PREFIX),  # of Nemotron-H
+)
+_OTHER_NAMES: Final = {"model.embeddings.weight": "model.embed_tokens.weight"}  # likewise
 
 
 def named_in_full(stored: Mapping[str, T]) -> dict[str, T]:
@@ -137,8 +143,9 @@ def named_in_full(stored: Mapping[str, T]) -> dict[str, T]:
 def _text_name(name: str) -> str:
     for prefix, text_prefix in _WRAPPED:
         if name.startswith(prefix):
-            return text_prefix + name.removeprefix(prefix)
-    return name
+            name = text_prefix + name.removeprefix(prefix)
+            break
+    return _OTHER_NAMES.get(name, name)
 
 
 def lacks_head(stored: Iterable[str]) -> bool:
