@@ -140,24 +140,24 @@ TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {**PATHS, "qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
 _MODULES_BY_PATH = {path: module for module, path in MODULE_PATHS.items() if module not in EXPERT_MODULES}
 
-# What stands before "layers." in names of modules: of a base of text alone, of one that was loaded without its head, as
-# for embeddings, and of one that takes pictures too, as transformers names its modules now and before version 4.52.
+# What stands before "layers." in names of modules of a base of text alone, and of one that takes pictures too: as
+# transformers names its modules now, before version 4.52, and where it was loaded without its head.
 TEXT_PREFIX = "model."
-WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", TEXT_PREFIX)
+WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", TEXT_PREFIX)
 _VISION_NAME = re.compile(
     r"base_model\.model\.(?:model\.)?"
     r"(?:vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
 )
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
 )
 _OUTER_TENSOR_NAME = re.compile(
-    rf"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?(?P<module>{'|'.join(OUTER_MODULES)})"
+    rf"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?(?P<module>{'|'.join(OUTER_MODULES)})"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 _EXPERT_TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
     r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )

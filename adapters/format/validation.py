@@ -48,7 +48,7 @@ FUSED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 _PATH = "mlp.experts"  # of nearly every family, Mixtral's included; see `ExpertShape.parameters`
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
     r"\.(?:(?:mlp|feed_forward|block_sparse_moe)\.)?experts(?P<inner>\.base_layer)?"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )

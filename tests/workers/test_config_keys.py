@@ -74,6 +74,7 @@ def _values(key: str, value: Any, num_layers: int) -> Iterator[Any]:
         flat = {"rope_type": "default", "rope_theta": 90.0}
         yield from (flat, {"rope_type": "linear", "rope_theta": 90.0, "factor": 3.0}, {"rope_type": "dynamic"})
         yield from ({"full_attention": flat, "sliding_attention": flat}, {**flat, "factor": 2.0})
+        yield {**flat, "rope_type": "dynamic", "factor": 3.0}
         yield {**flat, "rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "llama_4_scaling_beta": 0.1}
         yield {**flat, "rope_type": "yarn", "factor": 4.0, "beta_slow": 2, "truncate": False, "mscale": 1.0}
         yield {**flat, "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}

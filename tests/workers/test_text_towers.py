@@ -85,7 +85,7 @@ def test_a_mixed_batch_is_that_of_the_whole_model(folder: Path, tmp_path: Path) 
             assert (logits[0] - without[0]).abs().max() > 0.1, "the adapter changes nothing"
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model."])
+@pytest.mark.parametrize("prefix", ["language_model.model.", "language_model.", "model."])
 def test_adapters_of_older_names_and_of_the_text_model_alone(folder: Path, tmp_path: Path, prefix: str) -> None:
     shape = ModelConfig.from_folder(folder / "base").shape
     tensors = load_file(folder / "text" / "adapter_model.safetensors")

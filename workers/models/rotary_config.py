@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SCALINGS = ("default", "linear", "llama3", "yarn")
+# `dynamic` changes nothing within max_position_embeddings, which is the longest context of a base.
+SCALINGS = ("default", "linear", "llama3", "yarn", "dynamic")
 LONGROPE, PROPORTIONAL = "longrope", "proportional"  # of families that say so
 NO_ROTARY = "none"  # of layers that do not rotate: all angles are 0
 _ORIGINAL = "original_max_position_embeddings"
@@ -15,6 +16,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _NEEDED = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
     LONGROPE: (_ORIGINAL,),
