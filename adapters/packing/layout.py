@@ -94,7 +94,7 @@ class AdapterLayout:
         """Elements of the widest run that never straddles a slab at any row of any module."""
         return gcd(self.slab, *(width for module in self.shape.modules for width in self.part(module).widths))
 
-    @property
+    @cached_property
     def key(self) -> str:
         """The layout's name. Layouts with equal keys pack an adapter into the same bytes."""
         cut = (module for module in self.shape.modules if module not in WHOLE_MODULES)
@@ -104,10 +104,10 @@ class AdapterLayout:
             experts += f"-router{self.part(ROUTER).widths[1]}"
         order = f"-order{crc32(repr(self.shape.head_order).encode()):08x}" if self.shape.head_order else ""
         gated = f"-gated{self.shape.gated_head_dim}" if self.shape.gated_head_dim is not None else ""
-        groups = "-grouped" if self.shape.output_groups else ""
-        if self.shape.output_scales:
-            groups += f"-scaled{crc32(repr(sorted(self.shape.output_scales.items())).encode()):08x}"
-        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}{gated}{groups}-{self.dtype}"
+        # What decides where entries lie, which layers have them and what is done to their B, where layers differ.
+        parts = self.shape.layers, self.shape.copies, self.shape.output_groups, self.shape.output_scales
+        kinds = f"-kinds{crc32(repr([sorted(part.items()) for part in parts]).encode()):08x}" if any(parts) else ""
+        return f"{worker}-slab{self.slab}-layers{self.shape.num_layers}{experts}{order}{gated}{kinds}-{self.dtype}"
 
     @property
     def page_bytes(self) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, family_of_module
+from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, OutputGroups, family_of_module
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.packing.layout import AdapterLayout, Dtype, packed_bytes
@@ -158,3 +159,18 @@ def test_a_file_has_the_bytes_that_ranks_say_and_gives_them_in_parts(
             read_packed_part(path, "d", layout, parts[0])
         with pytest.raises(PackedFileDamaged):
             read_packed(path, "d", layout)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layers": {"q_proj": (0,), "o_proj": (1,)}},
+        {"copies": {"v_proj": "k_proj"}},
+        {"output_groups": {"q_proj": OutputGroups((1, 2))}},
+        {"output_scales": {"q_proj": ((0.5, 6),)}},
+    ],
+)
+def test_layouts_that_pack_otherwise_have_other_names(other: dict[str, Any]) -> None:
+    shape = BaseShape(2, dict.fromkeys(MODULES, (4, 6)), layers={"q_proj": (0,)})
+    key, changed = (AdapterLayout(each, 8, "bfloat16").key for each in (shape, replace(shape, **other)))
+    assert key != changed and LAYOUT.key == "tp1-slab8-layers2-bfloat16"

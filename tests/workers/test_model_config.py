@@ -204,6 +204,10 @@ def test_sliding_windows_are_those_of_the_family(
             "topk_group = 1: .* have num_experts_per_tok = 3",
         ),
         (GLM_MOE | {"topk_group": 2}, "topk_group = 2: up to n_group = 1"),
+        (
+            {"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}},
+            "rope_theta = 1: with rope_type 'yarn'",
+        ),
         ({"quantization_config": {"bits": 4}}, "quant_method = None is not supported"),
         ({"num_key_value_heads": 3}, "no multiple of 3"),
         (

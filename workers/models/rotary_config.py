@@ -65,6 +65,8 @@ class RotaryConfig:
         theta = parameters.pop("rope_theta", raw.get("rope_theta", default_theta))
         if not _is_positive(theta):
             raise ValueError(f"rope_theta = {theta!r}: a number above 0 is needed, or no such key")
+        if kind == "yarn" and theta == 1:
+            raise ValueError(f"rope_theta = {theta!r}: with rope_type 'yarn' a number other than 1 is needed")
         share = parameters.pop("partial_rotary_factor", raw.get("partial_rotary_factor", default_share))
         if share not in (None, 1) and default_share is None:
             raise ValueError("partial_rotary_factor other than 1 is not supported")
