@@ -20,7 +20,7 @@ def load_rule(config: RecurrentConfig, sharding: ModelSharding, prefix: str, che
     """`prefix`: of the names of the layer's tensors. Raises ValueError for missing and misshapen ones."""
     tensors = _Tensors(config, sharding, prefix, checkpoint)
     if isinstance(config, ConvolutionConfig):
-        return ShortConvolution(tensors.conv("conv"), tensors.conv_bias("conv", config.has_bias))
+        return ShortConvolution(*tensors.conv("conv", config.has_bias))
     if isinstance(config, MambaConfig):
         return _mamba(config, sharding, tensors)
     assert isinstance(config, DeltaConfig)
@@ -49,15 +49,13 @@ class _Tensors:
     def take(self, name: str, *shape: int) -> torch.Tensor:
         return self.checkpoint.take(f"{self.prefix}{name}", shape)
 
-    def conv(self, name: str) -> torch.Tensor:
-        """`[this worker's channels, kernel]`."""
-        return self._channels(self.take(f"{name}.weight", self.config.num_channels, 1, self.config.kernel).squeeze(1))
-
-    def conv_bias(self, name: str, has_bias: bool) -> torch.Tensor:
-        """Of this worker's channels, float32; zeros where there is none."""
+    def conv(self, name: str, has_bias: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[this worker's channels, kernel]`, and the biases of these channels in float32; zeros where there is none."""
         num_channels = self.config.num_channels
-        bias = self.take(f"{name}.bias", num_channels) if has_bias else torch.zeros(num_channels)
-        return self._channels(bias.float())
+        taps = self._channels(self.take(f"{name}.weight", num_channels, 1, self.config.kernel).squeeze(1))
+        if not has_bias:
+            return taps, torch.zeros(len(taps), device=taps.device)
+        return taps, self._channels(self.take(f"{name}.bias", num_channels)).float()
 
     def heads(self, name: str) -> torch.Tensor:
         """A number of each of this worker's heads, float32."""
@@ -73,7 +71,7 @@ class _Tensors:
 
 def _gated_delta(config: DeltaConfig, sharding: ModelSharding, tensors: _Tensors) -> GatedDelta:
     return GatedDelta(
-        tensors.conv("conv1d"),
+        tensors.conv("conv1d")[0],
         -tensors.heads("A_log").exp(),
         tensors.heads("dt_bias"),
         tensors.take("norm.weight", config.value_dim).float(),
@@ -89,8 +87,7 @@ def _mamba(config: MambaConfig, sharding: ModelSharding, tensors: _Tensors) -> M
     """Without its norm where workers share a group: see `load_group_norm`."""
     first, stop = config.groups(sharding.rank, sharding.degree)
     return Mamba(
-        tensors.conv("conv1d"),
-        tensors.conv_bias("conv1d", config.has_conv_bias),
+        *tensors.conv("conv1d", config.has_conv_bias),
         -tensors.heads("A_log").exp(),
         tensors.heads("dt_bias"),
         tensors.heads("D"),
