@@ -50,7 +50,7 @@ class _Tensors:
         return self.checkpoint.take(f"{self.prefix}{name}", shape)
 
     def conv(self, name: str, has_bias: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[this worker's channels, kernel]`, and the biases of these channels in float32; zeros where there is none."""
+        """`[this worker's channels, kernel]`, and biases of these channels in float32; zeros where there are none."""
         num_channels = self.config.num_channels
         taps = self._channels(self.take(f"{name}.weight", num_channels, 1, self.config.kernel).squeeze(1))
         if not has_bias:
