@@ -345,9 +345,21 @@ class Step {
         const auto& own = op.write_kv;
         const int64_t row = own.column + (own.num_heads + 2 * own.num_kv_heads) * own.dim;
         const T *q = of(op.x) + own.column, *k = q + own.num_heads * own.dim, *v = k + own.num_kv_heads * own.dim;
-        const int64_t sizes[] = {
-            call.num_rows,   own.num_heads, own.num_kv_heads, own.dim,         row, own.dim, row, own.dim, row, own.dim,
-            own.page_stride, own.v_offset,  own.slot_stride,  own.rotary_sides, own.num_kv_heads};
+        const int64_t sizes[] = {call.num_rows,
+                                 own.num_heads,
+                                 own.num_kv_heads,
+                                 own.dim,
+                                 row,
+                                 own.dim,
+                                 row,
+                                 own.dim,
+                                 row,
+                                 own.dim,
+                                 own.page_stride,
+                                 own.v_offset,
+                                 own.slot_stride,
+                                 own.rotary_sides,
+                                 own.num_kv_heads};
         motet::write_kv(q, k, v, own.rotary, (T*)own.kv, call.positions, call.row_pages, call.row_slots, of(op.to),
                         sizes, num_threads);
     }
