@@ -4,20 +4,24 @@ A family counts if its config.json is accepted. Whether it is computed right is 
 `test_exactness.py` and `test_text_towers.py`.
 
 Then what weights of eight and four bits gain on this CPU: decodes per second of a step of one, 8 and 64 sequences over
-those in bfloat16, in turns, and the memory of the layers' weights; a step of decodes of a hybrid over that of a dense
-base that reads as many bytes; and the demo model's perplexity in int8 over that in float32.
+those in bfloat16, in turns, and the memory of the layers' weights; steps of bases with a recurrent state or latents
+over those of a dense base that reads as many bytes; and the demo model's perplexity in int8 over that in float32. With
+`--before` also steps of an ordinary base over those of another checkout's code, by `free_decodes.py`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import transformers
 from transformers.models.auto import modeling_auto
 
-from motet.benchmarks.rigs.hybrid_steps import hybrid_over_dense
+from motet.benchmarks.rigs.mixer_steps import BASES, steps_over_dense
 from motet.benchmarks.rigs.quantised_steps import measure
 from motet.tests.rigs.demo_perplexity import perplexity
 from motet.workers.models.config import ModelConfig
@@ -49,7 +53,18 @@ def problem_of(family: str, folder: Path) -> str:
     return ""
 
 
+def ordinary_over_before(before: Path) -> dict[str, float]:
+    """By number of sequences that decode; above 1 this code is slower."""
+    command = [sys.executable, str(Path(__file__).parent / "free_decodes.py"), "--before", str(before)]
+    printed = subprocess.run([*command, "--repetitions", "9"], check=True, capture_output=True, text=True).stdout
+    figures = json.loads(printed.splitlines()[-1])
+    return {f"ordinary_over_before_{number}": round(1 / figures[f"speed_ratio_{number}"], 3) for number in (1, 64)}
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--before", type=Path, help="a checkout of other code, in a folder named motet")
+    before_path = parser.parse_args().before
     num_served = 0
     for family in _NAMES.split():
         with tempfile.TemporaryDirectory() as folder:
@@ -59,10 +74,13 @@ def main() -> None:
     figures = measure()
     with tempfile.TemporaryDirectory() as folder:
         before, after = (perplexity(Path(folder) / kind, 400, weights_dtype=kind) for kind in ("dtype", "int8"))
-    figures |= {f"hybrid_over_dense_{number}": round(hybrid_over_dense(number), 3) for number in (1, 8)}
+    for kind in BASES:
+        figures |= {f"{kind}_over_dense_{step}": round(ratio, 3) for step, ratio in steps_over_dense(kind).items()}
     figures["int8_perplexity"] = round(after / before, 5)
+    if before_path is not None:
+        figures |= ordinary_over_before(before_path)
     for name, figure in figures.items():
-        print(f"{name:<18}{figure:g}")
+        print(f"{name:<32}{figure:g}")
     print(json.dumps({"families_served": num_served, **figures}))
 
 
