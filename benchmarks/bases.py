@@ -77,6 +77,7 @@ def main() -> None:
     for kind in BASES:
         figures |= {f"{kind}_over_dense_{step}": round(ratio, 3) for step, ratio in steps_over_dense(kind).items()}
     figures["int8_perplexity"] = round(after / before, 5)
+    figures["hybrid_over_dense"] = figures["delta_over_dense_decode_1"]
     if before_path is not None:
         figures |= ordinary_over_before(before_path)
     for name, figure in figures.items():
