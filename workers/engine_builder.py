@@ -260,8 +260,8 @@ def _limits(config: EngineConfig, geometry: PoolGeometry, model: ModelConfig, de
         geometry.num_pages,
         config.max_tokens_per_step,
         config.max_num_sequences,
-        kept_window(model.window, device),
-        model.full_layers,
+        kept_window(geometry.window, device),
+        geometry.full_layers,
         geometry.state.num_pages,
         has_head=model.tie_word_embeddings or not folder_lacks_head(config.model_path),
     )

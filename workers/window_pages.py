@@ -19,33 +19,22 @@ class FullLayers:
     of a block of tokens.
     """
 
-    layers: tuple[int, ...]
-    num_layers: int  # of the base
-
-    @property
-    def num_full(self) -> int:
-        return len(self.layers)
-
-    @property
-    def slab_order(self) -> tuple[int, ...]:
-        """By layer: which slab of a page has its KV."""
-        window_layers = [layer for layer in range(self.num_layers) if layer not in self.layers]
-        order = [*self.layers, *window_layers]
-        return tuple(order.index(layer) for layer in range(self.num_layers))
+    num_full: int  # slabs with the KV that these layers have of a block of tokens
+    num_slabs: int  # of a page
 
     @property
     def num_blocks(self) -> int:
         """Pages whose full layers one dense page holds."""
-        return self.num_layers // self.num_full
+        return self.num_slabs // self.num_full
 
     def entries(self, pages: Iterable[int]) -> list[int]:
         """Of pages with the KV of all layers."""
-        return [page * self.num_layers for page in pages]
+        return [page * self.num_slabs for page in pages]
 
     def dense_entries(self, pages: Iterable[int]) -> list[int]:
         """Of the blocks in dense pages."""
         starts = range(0, self.num_blocks * self.num_full, self.num_full)
-        return [page * self.num_layers + start for page in pages for start in starts]
+        return [page * self.num_slabs + start for page in pages for start in starts]
 
 
 def kept_window(window: int | None, device: str) -> int | None:

@@ -249,9 +249,9 @@ def build_executor(
     if pool_bytes is None:
         one_page = pool_of(sharding, config.block_size, dtype, 1, config.kv_dtype)
         geometry = replace(one_page, num_pages=_num_pages_left(ready_runner, one_page, memory, config, parallel))
-        window = kept_window(model.window, device.type)
+        window = kept_window(geometry.window, device.type)
         if geometry.num_pages < most_pages(
-            context, config.block_size, window, config.max_tokens_per_step, model.full_layers
+            context, config.block_size, window, config.max_tokens_per_step, geometry.full_layers
         ):
             _log.warning(
                 "what the GPU has left holds %d tokens and the context has %d: longer requests are refused; does "

@@ -90,7 +90,7 @@ def main() -> None:
     arguments = parser.parse_args()
     layers = None
     if arguments.full_every is not None:
-        layers = FullLayers((0, arguments.full_every), 2 * arguments.full_every)
+        layers = FullLayers(2, 2 * arguments.full_every)
     sizes = SIZES if arguments.window is None else (0.0, *SIZES)
     print("share of prompt tokens computed, by the size of the tier over that of the conversations")
     print(f"{'order':11}" + "".join(f"{size:>7}" for size in sizes))

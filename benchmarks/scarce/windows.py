@@ -41,7 +41,7 @@ class Shape:
         if self.num_full and "full_layers" in known:
             from motet.workers.window_pages import FullLayers
 
-            full_layers = FullLayers(tuple(range(self.num_full)), self.num_full + self.num_sliding)
+            full_layers = FullLayers(self.num_full, self.num_full + self.num_sliding)
             return GangLimits(*sizes, window=self.window, full_layers=full_layers)
         if self.num_full or "window" not in known:
             return GangLimits(*sizes)
@@ -52,6 +52,7 @@ SHAPES = {
     "Mistral 7B 0.1": Shape(0, 32, 4096, 8, 128),
     "Gemma 2 9B": Shape(21, 21, 4096, 8, 256),
     "Gemma 3 12B": Shape(8, 40, 1024, 8, 256),
+    "Gemma 4 31B": Shape(10, 100, 1024, 4, 512),  # 50 layers with a window, whose KV is twice as large
 }
 
 

@@ -96,8 +96,9 @@ def check_sizes(config: MotetConfig) -> list[str]:
     if pool_bytes is None:
         return warnings  # a GPU's free memory is known once the model is loaded
     num_pages = pool_bytes // page_bytes
-    window = kept_window(model.window, serving.device)
-    num_needed = most_pages(length, block_size, window, limits.max_tokens_per_step, model.full_layers) + num_state_pages
+    window, full_layers = sharding.window_pages(block_size, serving.kv_dtype, element_bytes)
+    window = kept_window(window, serving.device)
+    num_needed = most_pages(length, block_size, window, limits.max_tokens_per_step, full_layers) + num_state_pages
     if num_pages < num_needed:
         num_tokens = max(0, num_pages - num_state_pages) * block_size
         warnings.append(

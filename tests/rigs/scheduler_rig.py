@@ -309,14 +309,14 @@ class Worker:
     @property
     def _num_slabs(self) -> int:
         """Of a page, as page tables count."""
-        return 1 if self.limits.full_layers is None else self.limits.full_layers.num_layers
+        return 1 if self.limits.full_layers is None else self.limits.full_layers.num_slabs
 
     def _write(self, page: int, place: int, kv: object) -> None:
         self._kv[page, place] = kv
         if (layers := self.limits.full_layers) is not None:
             for entry in layers.dense_entries((page,)):
                 self._full.pop((entry, place), None)
-            self._full[page * layers.num_layers, place] = kv
+            self._full[page * layers.num_slabs, place] = kv
 
     def _fill_dense(self, sources: tuple[int, ...], target: int) -> None:
         layers = self.limits.full_layers
@@ -325,7 +325,7 @@ class Worker:
             self._kv.pop((target, place), None)
         for source, entry in zip(sources, layers.dense_entries((target,)), strict=True):
             for place in range(self.limits.block_size):
-                self._full[entry, place] = self._full[source * layers.num_layers, place]
+                self._full[entry, place] = self._full[source * layers.num_slabs, place]
 
     def _read_full(self, entry: int) -> list[Any]:
         return [self._full[entry, place] for place in range(self.limits.block_size)]

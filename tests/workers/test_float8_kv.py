@@ -162,7 +162,7 @@ def test_dense_pages_hold_kv_of_eight_bits(mixed: Stock, device: str) -> None:
     rng = random.Random(3)
     long = [rng.choices(range(VOCAB_SIZE), k=rng.randint(100, 160)) for _ in prompts()]
     of = {"max_tokens_per_step": 24, **FLOAT8}
-    no_window = mock.patch.object(ModelConfig, "window", None)
+    no_window = mock.patch.object(ModelSharding, "window_pages", return_value=(None, None))
     with on_a_cpu(), no_window, mixed.engine(240, prefix_cache=False, **of) as rig:
         whole = tokens(requested(rig, long))
     num_dense = 0

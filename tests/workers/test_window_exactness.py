@@ -13,6 +13,7 @@ from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
+from motet.workers.models.sharding import ModelSharding
 from motet.workers.window_pages import most_pages
 from motet.workers.wire.messages import SamplingParams
 
@@ -20,10 +21,11 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3  # of logits, in float32
 LONGEST, NUM_TOKENS, BUDGET, BLOCK = 170, 40, 16, 8
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+VARIANTS_WITH_WINDOWS = ("mistral_window", "mixtral", "gemma2", "gemma3", "gpt_oss", "llama4", "gemma4", "gemma4_moe")
 Requested = tuple[list[int], str | None, Answer]  # prompt, adapter, the oracle's answer
 
 
-@pytest.fixture(scope="module", params=["mistral_window", "mixtral", "gemma2", "gemma3", "gpt_oss", "llama4"])
+@pytest.fixture(scope="module", params=VARIANTS_WITH_WINDOWS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Stock, Oracle]]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -73,13 +75,13 @@ def test_answers_are_the_oracles(model: tuple[Stock, Oracle], prefix_cache: bool
     stock, oracle = model
     requested = questions(oracle, seed=1)
     config = ModelConfig.from_folder(stock.model_path)
-    window = config.window
+    window, full_layers = ModelSharding(config).window_pages(BLOCK, element_bytes=4)
     some_see_all = stock.model_path.parent.name.startswith(("gemma", "gpt_oss", "llama4"))
-    assert window is not None and (config.full_layers is not None) == some_see_all
+    assert window is not None and (full_layers is not None) == some_see_all
     num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in requested)
-    most = most_pages(LONGEST + NUM_TOKENS, BLOCK, window, BUDGET, config.full_layers)
-    num_pages = 2 * (most + (config.full_layers is not None)) + num_adapter_pages
-    assert num_pages - num_adapter_pages < 2 * -(-LONGEST // BLOCK)
+    most = most_pages(LONGEST + NUM_TOKENS, BLOCK, window, BUDGET, full_layers)
+    num_pages = 2 * (most + (full_layers is not None)) + num_adapter_pages
+    assert num_pages - num_adapter_pages < 2 * -(-(LONGEST + NUM_TOKENS) // BLOCK)
     with stock.engine(num_pages, max_tokens_per_step=BUDGET, prefix_cache=prefix_cache) as rig:
         assert rig.engine._scheduler._limits.window == window
         for first_id in (0, len(requested)):
@@ -92,7 +94,8 @@ def test_a_gang_of_two_workers_gives_the_same_answers(model: tuple[Stock, Oracle
     """Each has its part of every page, and fills dense pages from it."""
     stock, oracle = model
     requested = questions(oracle, seed=3)
-    config = ModelConfig.from_folder(stock.model_path)
+    sharding = ModelSharding(ModelConfig.from_folder(stock.model_path), 2)
+    _, full_layers = sharding.window_pages(BLOCK, element_bytes=4)
     num_adapter_pages = max(stock.num_pages(1, adapter) for _, adapter, _ in requested)
     num_pages = 2 * -(-(LONGEST + NUM_TOKENS) // BLOCK) + num_adapter_pages
     with gang(stock.gang_config(num_pages, 2, max_tokens_per_step=BUDGET)) as (engine, _):
@@ -104,7 +107,7 @@ def test_a_gang_of_two_workers_gives_the_same_answers(model: tuple[Stock, Oracle
             rig.step()
             num_dense += sum(len(each.dense_pages) for each in engine._scheduler._running.by_id.values())
         rig.assert_idle()
-        assert (num_dense > 0) == (config.full_layers is not None)
+        assert (num_dense > 0) == (full_layers is not None)
         for sequence_id, (_, _, answer) in enumerate(requested):
             assert rig.outputs[sequence_id].token_ids == answer.token_ids
 

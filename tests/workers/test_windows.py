@@ -212,7 +212,7 @@ def test_pages_of_a_window_come_from_the_pool_and_from_host_memory(num_here: int
     assert worker.num_computed == before + 2
 
 
-@pytest.mark.parametrize(("layers", "num_pages"), [(None, 80), (FullLayers((5, 11), 13), 110)])
+@pytest.mark.parametrize(("layers", "num_pages"), [(None, 80), (FullLayers(2, 13), 110)])
 def test_ends_of_conversations_stay_longest(layers: FullLayers | None, num_pages: int) -> None:
     """The pool holds the windows of all, and dense pages, but not all pages: those before are of no use alone."""
     of = GangLimits(400, 1000, BLOCK, num_pages, BUDGET, 4, WINDOW, layers)

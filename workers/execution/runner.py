@@ -311,8 +311,10 @@ class Runner:
             content = self._kernels.read_pages(self._pool, [copy.source for copy in plan.copies])
             self._kernels.write_pages(self._pool, [copy.target for copy in plan.copies], content)
         for dense in plan.full_copies:
-            assert self._geometry.full_layers is not None
-            copy_slabs(self._pool, dense.sources, dense.target, self._geometry.full_layers.num_full)
+            layers = self._geometry.full_layers
+            assert layers is not None
+            slabs = self._pool.view(len(self._pool), layers.num_slabs, -1)
+            copy_slabs(slabs, dense.sources, dense.target, layers.num_full)
 
     def _inputs(self, plan: StepPlan, before: BegunStep | None = None) -> StepInputs | DeviceInputs:
         """Lays out the plan's tokens."""

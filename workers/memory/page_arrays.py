@@ -45,9 +45,11 @@ class PoolGeometry:
     head_dim: int
     dtype: torch.dtype
     kv_dtype: KVDtype = "dtype"  # "dtype": the pool's own
-    full_layers: FullLayers | None = None  # page tables have numbers of slabs; None: of pages, and layers are in order
-    # By layer with KV, where these lie side by side in a page: KV heads, and elements of one. None: each in its slab.
+    window: int | None = None  # see `ModelSharding.window_pages`
+    full_layers: FullLayers | None = None  # page tables have numbers of slabs, as these count them; None: of pages
+    # By layer with KV: KV heads, and elements of one. None: all layers have such heads, alike.
     kv_heads: tuple[tuple[int, int], ...] | None = None
+    first_kv: tuple[int, ...] = ()  # which of the layers with KV come first in a page
     state: StatePlaces = NO_STATE
     kv_sides: int = 2  # see `ModelConfig.kv_sides`
 
@@ -82,8 +84,9 @@ def pool_of(
         *kv,
         dtype,
         kv_dtype,
-        config.full_layers,
+        *sharding.window_pages(block_size, kv_dtype, dtype.itemsize),
         heads if sharding.spreads_kv else None,
+        tuple(i for i, layer in enumerate(config.kv_layers) if config.sliding_windows[layer] is None),
         state,
         config.kv_sides,
     )
@@ -106,28 +109,25 @@ def kv_layers(pool: torch.Tensor, geometry: PoolGeometry) -> tuple[LayerKV, ...]
 
     Or `Float8KV` of these. Where V is read where K is, both sides are the same memory.
 
-    Where tables have numbers of slabs, the slabs from the layer's own on: `[num_slabs, …]`.
+    Where tables have numbers of slabs, what begins with each slab: `[num_slabs, …]`.
     """
     heads = geometry.kv_heads or ((geometry.num_kv_heads, geometry.head_dim),) * geometry.num_layers
-    if geometry.kv_heads is not None:
-        pages, layers, start = pool.flatten(1), [], 0
-        for num_kv_heads, head_dim in heads:
-            kv_dtype, element_bytes = geometry.kv_dtype, geometry.dtype.itemsize
-            stop = start + num_kv_heads * slab_of_head(head_dim, geometry.block_size, kv_dtype, element_bytes)
-            layers.append(pages[:, start:stop])
-            start = stop
-    elif geometry.full_layers is None:
-        layers = [pool[:, layer] for layer in range(geometry.num_layers)]
-    else:
-        slabs = pool.flatten(0, 1)
-        layers = [slabs[slab:] for slab in geometry.full_layers.slab_order]
-    shapes = [(geometry.block_size, *each) for each in heads]
+    entry = geometry.num_layers * geometry.slab // (geometry.full_layers.num_slabs if geometry.full_layers else 1)
+    layers, start = dict[int, torch.Tensor](), 0
+    for layer in (*geometry.first_kv, *(each for each in range(len(heads)) if each not in geometry.first_kv)):
+        num_kv_heads, head_dim = heads[layer]
+        size = num_kv_heads * slab_of_head(
+            head_dim, geometry.block_size, geometry.kv_dtype, geometry.dtype.itemsize, geometry.kv_sides
+        )
+        layers[layer] = pool.flatten()[start:].unfold(0, size, entry)
+        start += size
+    views = [(layers[layer], (geometry.block_size, *each)) for layer, each in enumerate(heads)]
     if geometry.kv_dtype == "float8":
-        return tuple(float8_view(layer, *shape) for layer, shape in zip(layers, shapes, strict=True))
+        return tuple(float8_view(pages, *shape) for pages, shape in views)
     if geometry.kv_sides == 1:
-        sides = (layer.unflatten(1, shape).unsqueeze(1) for layer, shape in zip(layers, shapes, strict=True))
+        sides = (pages.unflatten(1, shape).unsqueeze(1) for pages, shape in views)
         return tuple(keys.expand(-1, 2, -1, -1, -1) for keys in sides)
-    return tuple(layer.unflatten(1, (2, *shape)) for layer, shape in zip(layers, shapes, strict=True))
+    return tuple(pages.unflatten(1, (2, *shape)) for pages, shape in views)
 
 
 def layer_states(geometry: PoolGeometry) -> tuple[LayerState, ...]:

@@ -16,7 +16,6 @@ from ...adapters.adapter import (
 from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
-from ..window_pages import FullLayers
 from .adapter_shape import adapter_shape
 from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
@@ -140,27 +139,10 @@ class ModelConfig:
         return tuple(layer for layer in self.attention_layers if layer == self.layer_sizes.kv_sources[layer])
 
     @property
-    def window(self) -> int | None:
-        """Newest tokens that a token sees in the layers with a window, itself included.
-
-        None: too few have one for pages to be given back.
-        """
-        windows = [window for window in self.sliding_windows if window is not None]
-        if self.sizes is not None:  # dense pages need slabs of one size
-            return None
-        return max(windows) if len(windows) * 2 >= self.num_layers else None
-
-    @property
     def longest(self) -> int | None:
         """Tokens to which the rotary embedding was stretched, whatever the context is; None: config.json says none."""
         lengths = [int(rotary.longest) for rotary in self.rotaries if rotary.longest is not None]
         return max(lengths, default=None)
-
-    @property
-    def full_layers(self) -> FullLayers | None:
-        """The layers that see all tokens; None: none does, or too many for pages to be given back."""
-        full = tuple(layer for layer, window in enumerate(self.sliding_windows) if window is None)
-        return FullLayers(full, self.num_layers) if full and self.window is not None else None
 
     def slab(self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2) -> int:
         """Elements that a page of `block_size` tokens holds in one layer; see `slab_of_head`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES, BaseShape, name_
 from ...adapters.packing.layout import AdapterLayout, Dtype, Sharding
 from ...adapters.packing.packing import PAGE_DTYPES
 from ..config import ExpertSharding, KVDtype
+from ..window_pages import FullLayers
 from .config import ModelConfig, slab_of_head
 from .latent_config import LatentConfig
 from .recurrent_config import Range as Range
@@ -143,6 +145,24 @@ class ModelSharding:
             return kv // self.config.num_layers
         slab = -(-kv // self.config.num_layers)
         return -(-slab // _SLAB_ELEMENTS) * _SLAB_ELEMENTS
+
+    def window_pages(
+        self, block_size: int, kv_dtype: KVDtype = "dtype", element_bytes: int = 2
+    ) -> tuple[int | None, FullLayers | None]:
+        """The newest tokens that layers with a window see, past which a sequence gives pages back; None: it gives none.
+
+        And the layers that see all tokens nevertheless; None: none does.
+        """
+        windows = [window for window in self.config.sliding_windows if window is not None]
+        if not windows or self.config.recurrent is not None:
+            return None, None
+        full = [layer for layer in self.config.kv_layers if self.config.sliding_windows[layer] is None]
+        num_full = sum(self.kv_slab(layer, block_size, kv_dtype, element_bytes) for layer in full)
+        page = self.config.num_layers * self.slab(block_size, kv_dtype, element_bytes)
+        if num_full * 2 > page:  # a dense page would hold one block
+            return None, None
+        slab = math.gcd(num_full, page)
+        return max(windows), FullLayers(num_full // slab, page // slab) if full else None
 
     @property
     def spreads_kv(self) -> bool:

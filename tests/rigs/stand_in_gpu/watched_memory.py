@@ -70,7 +70,8 @@ class WatchedMemory:
     def cells_of_rows(self, tensor: torch.Tensor, dim: int, indices: torch.Tensor) -> Cells:
         """Those of the tensor's slices at `indices` of `dim`, as far as these lie apart."""
         others = [(size, stride) for at, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())) if at != dim]  # noqa: B905
-        if any(size > 1 and stride > tensor.stride(dim) for size, stride in others) or indices.numel() == 0:
+        apart = max(tensor.stride(dim), self.cell_bytes // tensor.itemsize)  # slabs of a page may overlap within it
+        if any(size > 1 and stride > apart for size, stride in others) or indices.numel() == 0:
             return self.cells_of(tensor)
         num_bytes = (sum((size - 1) * stride for size, stride in others) + 1) * tensor.itemsize
         rows = np.unique(indices.detach().numpy().astype(np.int64))
