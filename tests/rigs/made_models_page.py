@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from motet.workers.models.architectures import WRAPPERS
-from motet.workers.models.families import FAMILIES
+from motet.workers.models.families import FAMILIES, WRAPPERS
 from motet.workers.models.family import Family
 
 _BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)

@@ -18,9 +18,9 @@ from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
 from ..window_pages import FullLayers
 from .adapter_shape import adapter_shape
-from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
 from .expert_config import ExpertConfig
+from .families import WRAPPERS, family_of
 from .family import Family, Wrapper
 from .latent_config import LatentConfig
 from .layer_sizes import LayerSizes

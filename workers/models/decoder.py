@@ -11,10 +11,11 @@ import torch
 
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
 from ...kernels.quantised import QuantisedKernels
-from .architectures import VISION_PREFIXES
+from .families import VISION_PREFIXES
 from .latent_attention import LatentAttention
 from .layer_input import load_layer_inputs
-from .layer_loader import load_layer, load_norm, residual_eps
+from .layer_loader import load_layer, residual_eps
+from .layer_reader import load_norm
 from .layers import (
     Attention,
     DecoderLayer,
