@@ -78,21 +78,38 @@ class ClampedSwiglu:
     limit: float
 
 
-Activation = str | ClampedSwiglu  # a name in `ACTIVATIONS`, or one that changes `up` too
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)² (Primer, arXiv 2109.08668)."""
+    return x.relu().square_()
+
+
+# Those of MLPs without a gate, by their names in config.json. `activate` of `cpp/rows.h` has them in this order.
+UNGATED: Final[Mapping[str, Callable[..., torch.Tensor]]] = MappingProxyType({"relu2": squared_relu, **ACTIVATIONS})
+
+
+@dataclass(frozen=True)
+class Ungated:
+    """activation(up): an entry of `UNGATED`, of MLPs without a gate."""
+
+    name: str
+
+
+Activation = str | ClampedSwiglu | Ungated  # a name in `ACTIVATIONS`, one that changes `up` too, or one without a gate
+
+
+def activate(x: torch.Tensor, activation: Ungated) -> torch.Tensor:
+    """activation(x), of x's shape and dtype."""
+    return UNGATED[activation.name](x)
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`."""
+    assert not isinstance(activation, Ungated), "an activation of gates"
     gate, up = gate_up.chunk(2, dim=-1)
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * (activation.alpha * gate).sigmoid() * (up + 1)
     return ACTIVATIONS[activation](gate) * up
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)², the activation of MLPs without a gate (Primer, arXiv 2109.08668)."""
-    return x.relu().square_()
 
 
 def multiply_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
 from .experts import Routing
 from .lora import LoraBatch
-from .norms import Activation
+from .norms import Activation, Ungated
 from .recurrence import LayerState, Rule, StateBatch
 
 Register = int  # index in `Program.widths`
@@ -224,11 +224,12 @@ class MultiplyGate:
 
 
 @dataclass(frozen=True)
-class SquaredRelu:
-    """to = relu(x)². See `norms.squared_relu`."""
+class Activate:
+    """to = activation(x). See `norms.activate`."""
 
     x: Register
     to: Register  # may be x
+    activation: Ungated
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,7 @@ Operation = (
     | AddGated
     | JoinEmbedding
     | MultiplyGate
-    | SquaredRelu
+    | Activate
     | Recur
 )
 

@@ -154,16 +154,35 @@ void multiply_gate(const T* x, const T* gates, int64_t gate_stride, T* to, int64
     });
 }
 
-template <class T>
-void squared_relu(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+inline Floats squared_relu(Floats x) {
+    const Floats positive = larger(broadcast(0.0f), x);  // in this order NaN stays
+    return positive * positive;
+}
+
+// to = compute(x), of each element.
+template <class T, class F>
+inline void map_rows(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads, F compute) {
     share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
-        for (int64_t row = start; row < end; row++)
-            for (int64_t i = 0; i < width; i += kLanes) {
-                const int64_t count = width - i, at = row * width + i;
-                const Floats positive = larger(broadcast(0.0f), load(x + at, count));  // in this order NaN stays
-                store(to + at, positive * positive, count);
-            }
+        for (int64_t i = start * width; i < end * width; i += kLanes) {
+            const int64_t count = end * width - i;
+            store(to + i, compute(load(x + i, count)), count);
+        }
     });
+}
+
+enum class Ungated : int64_t { kSquaredRelu, kSilu, kGelu };  // in the order of `UNGATED` in ../norms.py
+
+template <class T>
+void activate(Ungated kind, const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+    const auto with = [&](auto compute) { map_rows(x, to, num_rows, width, num_threads, compute); };
+    switch (kind) {
+        case Ungated::kSquaredRelu:
+            return with([](Floats value) { return squared_relu(value); });
+        case Ungated::kSilu:
+            return with([](Floats value) { return silu(value); });
+        case Ungated::kGelu:
+            return with([](Floats value) { return gelu_pytorch_tanh(value); });
+    }
 }
 
 // activation(gate) * up. The activation is rounded before the product, as in torch.

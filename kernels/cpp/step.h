@@ -41,7 +41,7 @@ enum class StepKind : int64_t {
     kNarrowLora,
     kByteLinear,
     kCodeLinear,
-    kSquaredRelu
+    kActivate
 };
 
 struct StepOperation {
@@ -125,9 +125,9 @@ struct StepOperation {
         struct {
             int64_t gates, width, gate_stride, column;
         } multiply_gate;
-        struct {
-            int64_t width;
-        } squared_relu;
+        struct {  // `kind`: an `Ungated`
+            int64_t width, kind;
+        } activate;
         struct {
             const void* layer;
             int64_t width;  // of x
@@ -217,8 +217,9 @@ class Step {
                                         num_threads);
             case StepKind::kMultiplyGate:
                 return multiply_gates(op);
-            case StepKind::kSquaredRelu:
-                return motet::squared_relu(of(op.x), of(op.to), call.num_rows, op.squared_relu.width, num_threads);
+            case StepKind::kActivate:
+                return motet::activate(Ungated(op.activate.kind), of(op.x), of(op.to), call.num_rows, op.activate.width,
+                                       num_threads);
             case StepKind::kGatedDelta:
                 return recur(op, motet::gated_delta<T>);
             case StepKind::kShortConvolution:

@@ -12,10 +12,11 @@ import torch
 from ..attention import AttentionBatch
 from ..huge_pages import zeros_in_huge_pages
 from ..lora import PagedAdapter
-from ..norms import ClampedSwiglu
+from ..norms import UNGATED, ClampedSwiglu, Ungated
 from ..plain.expert_lora import HostExpertLoraBatch
 from ..recurrence import StateBatch
 from ..step import (
+    Activate,
     Add,
     AddExpertLora,
     AddGated,
@@ -36,7 +37,6 @@ from ..step import (
     Operation,
     Program,
     Recur,
-    SquaredRelu,
     TakePairs,
     WriteKV,
 )
@@ -60,7 +60,7 @@ _KINDS = (  # in the order of `StepKind`
     JoinEmbedding,
     AddNarrowLora,
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
-    SquaredRelu,
+    Activate,
 )
 
 
@@ -262,6 +262,7 @@ class NativeStep:
 
     @_fields.register
     def _(self, op: Gated) -> list[int]:
+        assert not isinstance(op.activation, Ungated), "an activation of gates"
         width = self._width(op.to) // op.per_row
         assert self._width(op.x) == 2 * width * op.per_row, "gate and up are as wide as their product"
         if isinstance(op.activation, ClampedSwiglu):
@@ -317,9 +318,9 @@ class NativeStep:
         return [op.gate, width, row, op.column]
 
     @_fields.register
-    def _(self, op: SquaredRelu) -> list[int]:
+    def _(self, op: Activate) -> list[int]:
         assert self._width(op.x) == self._width(op.to), "one result for each column"
-        return [self._width(op.to)]
+        return [self._width(op.to), [*UNGATED].index(op.activation.name)]
 
     @_fields.register
     def _(self, op: Recur) -> list[int]:

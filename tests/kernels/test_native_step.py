@@ -19,8 +19,9 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 from motet.kernels.experts import Routing, choose_experts
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu, squared_relu
+from motet.kernels.norms import ACTIVATIONS, UNGATED, ClampedSwiglu, Ungated, activate
 from motet.kernels.step import (
+    Activate,
     Add,
     AddExpertLora,
     AddGated,
@@ -37,7 +38,6 @@ from motet.kernels.step import (
     Norm,
     Operation,
     Program,
-    SquaredRelu,
     TakePairs,
     WriteKV,
 )
@@ -298,16 +298,21 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("name", UNGATED)
 @pytest.mark.parametrize("width", [1, 16, 37])
-def test_squared_relu_in_a_step(native: tuple[Kernels, torch.dtype], width: int) -> None:
+def test_activations_without_a_gate_in_a_step(native: tuple[Kernels, torch.dtype], width: int, name: str) -> None:
     kernels, dtype = native
     if kernels.step is None:
         pytest.skip("oneDNN's linears serve")
     table = torch.randn(5, width, generator=torch.Generator().manual_seed(width)).to(dtype)
-    table[2, 0], table[3, -1], table[4, 0] = torch.nan, torch.inf, -torch.inf
-    operations = Embed(0, table, 1.0), SquaredRelu(0, 1), SquaredRelu(1, 1)
+    table[2, 0], table[3, -1] = torch.nan, torch.inf
+    if name == "relu2":  # others give no number, or a large one
+        table[4, 0] = -torch.inf
+    activation = Ungated(name)
+    operations = Embed(0, table, 1.0), Activate(0, 1, activation), Activate(1, 1, activation)
     step = kernels.step.prepare(Program((width, width), operations, 1), torch.zeros(1, 1, 1, dtype=dtype))
     plan = SequencePlan(0, tuple(range(5)), 0, packed([0]), None, None)
     inputs = make_inputs(StepPlan(0, (plan,), (), ()), {}, BLOCK_SIZE, CPU)
     output = step.run(inputs.token_ids, inputs.attention, None)
-    assert torch.equal(output.nan_to_num(-1.0), squared_relu(squared_relu(table)).nan_to_num(-1.0))
+    expected = activate(activate(table, activation), activation)
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)

@@ -19,11 +19,12 @@ from .layer_reader import load_norm
 from .layers import (
     Attention,
     DecoderLayer,
+    ExpertMlp,
     ForwardContext,
     GatedMlp,
     RecurrentMixer,
-    SquaredReluMlp,
     TokenEmbeddings,
+    UngatedMlp,
 )
 from .passes import Pass, alone
 from .scaled_weights import ScaledWeights
@@ -99,11 +100,15 @@ def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: 
     """How many of the layers' linears have weights of four or eight bits in memory."""
     mixers = [layer.attention for layer in layers]
     mixers += [mixer.beside for mixer in mixers if isinstance(mixer, Attention) and mixer.beside is not None]
-    linears = [mixer.output for mixer in mixers]
+    linears = []
     for mixer in mixers:
+        if isinstance(mixer, ExpertMlp):
+            continue
+        assert isinstance(mixer, Attention | LatentAttention | RecurrentMixer | UngatedMlp)
+        linears.append(mixer.output)
         linears += [mixer.qkv] if isinstance(mixer, Attention) else []
         linears += [mixer.inputs] if isinstance(mixer, LatentAttention | RecurrentMixer) else []
-        linears += [mixer.up] if isinstance(mixer, SquaredReluMlp) else []
+        linears += [mixer.up] if isinstance(mixer, UngatedMlp) else []
         linears += [mixer.queries] if isinstance(mixer, LatentAttention) and mixer.queries is not None else []
     linears += [
         linear for layer in layers if isinstance(layer.mlp, GatedMlp) for linear in (layer.mlp.gate_up, layer.mlp.down)

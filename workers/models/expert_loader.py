@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ...adapters.adapter import NARROW_MODULES, ROUTER, SHARED_MODULES
+from ...adapters.adapter import LATENT_EXPERT_MODULES, NARROW_MODULES, ROUTER, SHARED_MODULES
 from .family import ExpertNames
 from .layer_reader import LayerReader
 from .layers import ExpertMlp, ExpertsBeside, GatedMlp, SharedExpert, WideLinear
@@ -37,25 +37,29 @@ def load_experts(reader: LayerReader, dense: GatedMlp | None = None) -> ExpertMl
         dense=dense,
         choice_bias=_choice_bias(reader, f"{names.prefix}{names.bias}"),
         factors=_factors(reader, names),
+        latent=_latent_linears(reader),
         **biases,
     )
 
 
 def _single_experts(reader: LayerReader, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """gate and up, and down, of this worker's experts, `[2 * features, hidden]` and `[hidden, features]` each."""
+    """gate and up, and down, of this worker's experts, `[2 * features, hidden]` and `[hidden, features]` each.
+
+    Without a gate the first is up alone; `hidden` is what experts read.
+    """
     config = reader.config.experts
     assert config is not None
-    hidden, width = reader.config.hidden_size, config.intermediate_size
+    hidden, width, ups = config.num_in(reader.config.hidden_size), config.intermediate_size, names.ups
     (first, stop), part = reader.sharding.experts, reader.sharding.expert_features
     gate_up, down = [], []
     for expert in range(config.num_experts):
         path = f"{names.prefix}experts.{expert}."
         if first <= expert < stop:
-            halves = [reader.rows(path + name, hidden, width, part) for name in (names.gate, names.up)]
+            halves = [reader.rows(path + name, hidden, width, part) for name in ups]
             gate_up.append(torch.cat(halves))
             down.append(reader.columns(path + names.down, width, hidden, part))
         else:  # an expert of another worker: its shapes are checked, and nothing is read
-            for name in (names.gate, names.up):
+            for name in ups:
                 reader.rows(path + name, hidden, width, (0, 0))
             reader.rows(path + names.down, width, hidden, (0, 0))
     return gate_up, down
@@ -65,13 +69,13 @@ def _stacked_experts(reader: LayerReader, names: ExpertNames) -> tuple[list[torc
     """The same of files where a layer's experts are one tensor, as transformers holds them."""
     config = reader.config.experts
     assert config is not None
-    hidden, width = reader.config.hidden_size, config.intermediate_size
+    hidden, width, num_ups = config.num_in(reader.config.hidden_size), config.intermediate_size, len(names.ups)
     part = slice(*reader.sharding.expert_features)
     gate_up, down = (
         _one_by_one(reader, f"{names.prefix}{name}", shape)
-        for name, shape in zip(names.stacked, ((2 * width, hidden), (hidden, width)), strict=True)
+        for name, shape in zip(names.stacked, ((num_ups * width, hidden), (hidden, width)), strict=True)
     )
-    return [torch.cat((both[:width][part], both[width:][part])) for both in gate_up], [each[:, part] for each in down]
+    return [torch.cat([half[part] for half in both.split(width)]) for both in gate_up], [each[:, part] for each in down]
 
 
 def _one_by_one(reader: LayerReader, name: str, shape: tuple[int, int]) -> Iterator[torch.Tensor]:
@@ -145,13 +149,35 @@ def _shared_expert(reader: LayerReader, names: ExpertNames) -> SharedExpert | No
     config, hidden, part = reader.config.experts, reader.config.hidden_size, reader.sharding.shared_features
     if config is None or config.shared_intermediate_size is None:
         return None
-    path, width = f"{names.prefix}{names.shared}", config.shared_intermediate_size
-    gate_up = torch.cat([reader.rows(f"{path}.{name}_proj", hidden, width, part) for name in ("gate", "up")])
+    path, width, has_bias = f"{names.prefix}{names.shared}", config.shared_intermediate_size, reader.config.mlp_bias
+    ups = [f"{path}.{name}_proj" for name in ("gate", "up") if name == "up" or names.gate]
+    gate_up = torch.cat([reader.rows(name, hidden, width, part) for name in ups])
+    bias = torch.cat([reader.bias(name, width, part) for name in ups]) if has_bias else None
     down = reader.columns(f"{path}.down_proj", width, hidden, part)
     gate = None
     if config.shared_is_gated:
         gate = reader.narrow(NARROW_MODULES[0], f"{names.prefix}{names.shared_gate}", hidden, 1, None)
-    places = reader.places(*SHARED_MODULES)
+    *places, last = reader.places(*SHARED_MODULES[len(SHARED_MODULES) - 1 - len(ups) :])
     return SharedExpert(
-        WideLinear(reader.pack(gate_up), None, places[:2]), WideLinear(reader.pack(down), None, places[2:]), gate
+        WideLinear(reader.pack(gate_up), bias, tuple(places)),
+        WideLinear(reader.pack(down), reader.sum_bias(f"{path}.down_proj", hidden, has_bias), (last,)),
+        gate,
     )
+
+
+def _latent_linears(reader: LayerReader) -> tuple[WideLinear, WideLinear] | None:
+    """Whole on every worker: the second one is linear, so that it may have a partial sum of the experts."""
+    config, hidden = reader.config.experts, reader.config.hidden_size
+    if config is None or config.latent_size is None:
+        return None
+    first, second = (reader.path(module) for module in LATENT_EXPERT_MODULES)
+    rows = reader.rows(first, hidden, config.latent_size, None), reader.rows(second, config.latent_size, hidden, None)
+    has_bias = reader.config.mlp_bias
+    biases = (
+        reader.bias(first, config.latent_size) if has_bias else None,
+        reader.sum_bias(second, hidden, has_bias),
+    )
+    places = map(reader.places, LATENT_EXPERT_MODULES)
+    parts = zip(rows, biases, places, strict=True)
+    read, written = (WideLinear(reader.pack(weight), bias, at) for weight, bias, at in parts)
+    return read, written

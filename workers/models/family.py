@@ -21,7 +21,7 @@ class ExpertNames:
     """
 
     block: str
-    gate: str
+    gate: str  # empty: experts have no gate
     up: str
     down: str
     router: str = "gate"
@@ -40,6 +40,11 @@ class ExpertNames:
     def are_stacked(self) -> bool:
         """No file has the experts one by one."""
         return not self.stacked[0].startswith("experts.")
+
+    @property
+    def ups(self) -> tuple[str, ...]:
+        """What reads an expert's input."""
+        return (self.gate, self.up) if self.gate else (self.up,)
 
     @property
     def prefix(self) -> str:

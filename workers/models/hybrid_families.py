@@ -9,7 +9,7 @@ from typing import Any
 from ...adapters.adapter import MODULES
 from .dense_families import BIASES, COMMON, KV_HEADS, MULTIPLIERS
 from .family import Family
-from .mixture_families import GRANITE_EXPERTS, QWEN_EXPERTS, QWEN_MOE
+from .mixture_families import DEEPSEEK_EXPERTS, DEEPSEEK_ROUTING, GRANITE_EXPERTS, QWEN_EXPERTS, QWEN_MOE
 
 _DELTA: dict[str, Any] = {
     "full_attention_interval": 4,
@@ -83,7 +83,7 @@ _NEMOTRON_H: dict[str, Any] = {
     "conv_kernel": 4,
     "use_conv_bias": True,
     "time_step_min": 0.001,
-    # What trained models without experts do not compute with.
+    # What trained models do not compute with.
     "expand": 2,
     "time_step_max": 0.1,
     "time_step_floor": 1e-4,
@@ -91,17 +91,19 @@ _NEMOTRON_H: dict[str, Any] = {
     "chunk_size": 128,
     "mamba_ssm_cache_dtype": "float32",
     "rescale_prenorm_residual": True,
-    "n_routed_experts": 8,
     "n_shared_experts": 1,
-    "moe_intermediate_size": 7688,
-    "moe_latent_size": None,
     "moe_shared_expert_overlap": True,
+    "num_nextn_predict_layers": 0,
+    # Of layers with experts:
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688,
+    "moe_latent_size": None,
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.0,
     "n_group": 1,
     "topk_group": 1,
     "norm_topk_prob": True,
-    "num_nextn_predict_layers": 0,
 }
 
 
@@ -219,6 +221,14 @@ HYBRID_FAMILIES = {
         recurrent="mamba",
         has_halves=True,
         has_gates=False,
+        experts=replace(
+            DEEPSEEK_EXPERTS,
+            block="mixer",
+            gate="",
+            mlp="mixer",
+            stacked=("experts.up_proj", "experts.down_proj"),
+        ),
+        routing=DEEPSEEK_ROUTING,
         rotates=False,
         mixer_block="mixer",
         paths={module: f"mixer.{module}" for module in MODULES if module != "gate_proj"},

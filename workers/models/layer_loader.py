@@ -6,12 +6,13 @@ import torch
 
 from ...adapters.adapter import PER_LAYER_MODULES
 from ...kernels.backend import Kernels
+from ...kernels.norms import Ungated
 from .attention_loader import load_attention, load_latent_attention
 from .config import ModelConfig
 from .expert_loader import load_experts, load_experts_beside
 from .layer_input import LayerInput, LayerInputs
 from .layer_reader import LayerReader, StoredWeight
-from .layers import DecoderLayer, GatedMlp, LoraLinear, Mixer, Mlp, RecurrentMixer, SquaredReluMlp
+from .layers import DecoderLayer, GatedMlp, LoraLinear, Mixer, Mlp, RecurrentMixer, UngatedMlp
 from .recurrent_rules import load_group_norm, load_rule
 from .sharding import ModelSharding
 from .weights import WeightSource
@@ -62,7 +63,9 @@ def _split_fused(reader: LayerReader) -> None:
 
 def _mixer(reader: LayerReader) -> Mixer:
     if reader.index in (reader.config.mlp_layers or ()):
-        return _squared_relu_mlp(reader)
+        return _ungated_mlp(reader)
+    if reader.config.family.has_halves and _has_experts(reader):
+        return load_experts(reader)
     if reader.index not in reader.config.attention_layers:
         return _recurrent(reader)
     if reader.config.latent is not None:
@@ -77,8 +80,10 @@ def _has_experts(reader: LayerReader) -> bool:
 def _mlp(reader: LayerReader) -> Mlp | None:
     """The second half; None: the layer has one half."""
     config = reader.config
+    if config.family.has_halves:
+        return None
     if not _has_experts(reader) or config.family.experts_beside:
-        return _gated_mlp(reader) if config.mlp_layers is None else None
+        return _gated_mlp(reader)
     assert config.family.experts is not None
     return load_experts(reader, _gated_mlp(reader) if config.family.experts.beside_dense else None)
 
@@ -150,14 +155,16 @@ def _gated_mlp(reader: LayerReader) -> GatedMlp:
     )
 
 
-def _squared_relu_mlp(reader: LayerReader) -> SquaredReluMlp:
+def _ungated_mlp(reader: LayerReader) -> UngatedMlp:
     config, part, name = reader.config, reader.sharding.intermediate_of(reader.index), reader.path("up_proj")
     hidden, width, bias = config.hidden_size, config.intermediate_size, None
     if config.mlp_bias:
         bias = reader.checkpoint.take(f"{reader.prefix}{name}.bias", (width,), rows=part)
-    return SquaredReluMlp(
+    assert isinstance(config.activation, Ungated)
+    return UngatedMlp(
         LoraLinear(reader.packed([reader.stored(name, hidden, width, part)]), bias, reader.places("up_proj")),
         reader.row_linear("down_proj", width, part, reader.places("down_proj"), config.mlp_bias),
+        config.activation,
     )
 
 

@@ -94,8 +94,15 @@ class LayerReader:
             packed = self.packed_columns(name, num_in, hidden, part)
         else:  # a row's scale is that of all its inputs, so that gangs of all sizes have the same weights
             packed = self._float8.pack(self.rows(name, num_in, hidden, None), part)
-        bias = self.checkpoint.take(f"{self.prefix}{name}.bias", (hidden,)) if has_bias else None
-        return LoraLinear(packed, bias if self.sharding.rank == 0 else None, modules)
+        return LoraLinear(packed, self.sum_bias(name, hidden, has_bias), modules)
+
+    def bias(self, name: str, width: int, part: Range | None = None) -> torch.Tensor:
+        return self.checkpoint.take(f"{self.prefix}{name}.bias", (width,), rows=part)
+
+    def sum_bias(self, name: str, width: int, has_bias: bool) -> torch.Tensor | None:
+        """That of partial sums: one worker has it."""
+        bias = self.bias(name, width) if has_bias else None
+        return bias if self.sharding.rank == 0 else None
 
     def narrow(self, module: str, name: str, num_in: int, num_out: int, bias: torch.Tensor | None) -> NarrowLinear:
         """A linear that is whole on every worker."""

@@ -13,7 +13,7 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch
-from ...kernels.norms import Activation, scale_to_unit, squared_relu
+from ...kernels.norms import Activation, Ungated, activate, scale_to_unit
 from ...kernels.recurrence import LayerState, Rule, StateBatch
 from ..parallel import Parallel
 from .passes import Pass
@@ -202,9 +202,6 @@ class RecurrentMixer:
 class Mixer(Protocol):
     """The first half of a layer: this worker's partial sum, `[num_rows, hidden]`."""
 
-    @property
-    def output(self) -> LoraLinear: ...
-
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor: ...
 
 
@@ -228,14 +225,15 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
-class SquaredReluMlp:
-    """output(relu(up(x))²), which has no gate."""
+class UngatedMlp:
+    """output(activation(up(x)))."""
 
     up: LoraLinear
     output: LoraLinear
+    activation: Ungated
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        return self.output(squared_relu(self.up(x, layer, context)), layer, context)
+        return self.output(activate(self.up(x, layer, context), self.activation), layer, context)
 
 
 class LayerEnd(Protocol):
@@ -247,7 +245,7 @@ class LayerEnd(Protocol):
 @dataclass(frozen=True)
 class DecoderLayer:
     index: int
-    attention: Mixer  # where layers have one half alone: that, which may be an MLP
+    attention: Mixer  # where layers have one half alone: that, which may be an MLP, or experts
     mlp: Mlp | None
     attention_norm: torch.Tensor | None  # [hidden]; None: attention reads the residual
     mlp_norm: torch.Tensor | None
@@ -301,20 +299,26 @@ class DecoderLayer:
 
 # One worker's part of a layer's mixture of experts.
 
-EXPERT_GATE_UP, EXPERT_DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
+EXPERT_GATE_UP, EXPERT_UP, EXPERT_DOWN = (0, 1), (1,), (2,)  # indices in EXPERT_MODULES
+
+
+def _inner(gate_up: torch.Tensor, activation: Activation, kernels: Kernels) -> torch.Tensor:
+    """What an expert's down projection reads, of gates and ups or of ups alone."""
+    return activate(gate_up, activation) if isinstance(activation, Ungated) else kernels.gated(gate_up, activation)
 
 
 @dataclass(frozen=True)
 class SharedExpert:
     """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE) or as it is (DeepSeek)."""
 
-    gate_up: WideLinear  # to 2 * this worker's features
+    gate_up: WideLinear  # to 2 * this worker's features, or without a gate as many
     down: WideLinear
     gate: NarrowLinear | None  # to 1
 
     def __call__(self, x: torch.Tensor, layer: int, activation: Activation, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
-        y = self.down(context.kernels.gated(self.gate_up(x, layer, context), activation), layer, context)
+        inner = _inner(self.gate_up(x, layer, context), activation, context.kernels)
+        y = self.down(inner, layer, context)
         return y if self.gate is None else self.gate(x, layer, context).sigmoid() * y
 
 
@@ -327,7 +331,7 @@ class ExpertMlp:
     """
 
     router: NarrowLinear  # its outputs are the scores of the experts
-    gate_up: ExpertWeight  # [this worker's experts, 2 * its features, hidden]
+    gate_up: ExpertWeight  # [this worker's experts, 2 * its features, hidden]; without a gate as many as features
     down: ExpertWeight  # [this worker's experts, hidden, its features]
     first: int  # index of this worker's first expert
     num_experts: int  # of this worker
@@ -339,6 +343,14 @@ class ExpertMlp:
     gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
     down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
     factors: torch.Tensor | None = None  # [num_experts] float32, of the experts' weights
+    # Experts read what the first gives, of fewer features than hidden, and their sum goes through the second, which is
+    # linear (Nemotron-H). None: they read x.
+    latent: tuple[WideLinear, WideLinear] | None = None
+
+    @property
+    def up_modules(self) -> tuple[int, ...]:
+        """Indices in EXPERT_MODULES of what `gate_up` computes."""
+        return EXPERT_UP if isinstance(self.activation, Ungated) else EXPERT_GATE_UP
 
     def __call__(
         self, x: torch.Tensor, layer: int, context: ForwardContext, routed: torch.Tensor | None = None
@@ -352,18 +364,20 @@ class ExpertMlp:
         adapters = None
         if context.expert_lora is not None:
             adapters = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, self.first)
-        pairs = x[groups.rows]
+        pairs = (x if self.latent is None else self.latent[0](x, layer, context))[groups.rows]
         if self.routing.scales_inputs:
             pairs = pairs * groups.weights.to(x.dtype).unsqueeze(1)
             groups = replace(groups, weights=torch.ones_like(groups.weights))
         gate_up = kernels.linear(pairs, self.gate_up, groups, self.gate_up_bias)
         if adapters is not None:
-            lora.add(gate_up, pairs, context.pool, layer, adapters, EXPERT_GATE_UP)
-        inner = context.kernels.gated(gate_up, self.activation)
+            lora.add(gate_up, pairs, context.pool, layer, adapters, self.up_modules)
+        inner = _inner(gate_up, self.activation, context.kernels)
         down = kernels.linear(inner, self.down, groups, self.down_bias)
         if adapters is not None:
             lora.add(down, inner, context.pool, layer, adapters, EXPERT_DOWN)
         y = kernels.combine(down, groups, len(x))
+        if self.latent is not None:
+            y = self.latent[1](y, layer, context)
         if self.dense is not None:
             y = y + self.dense(x, layer, context)
         if self.shared is not None:

@@ -12,8 +12,10 @@ import torch
 from ...adapters.adapter import EXPERT_MODULES
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
+from ...kernels.norms import Activation, Ungated
 from ...kernels.recurrence import LayerState
 from ...kernels.step import (
+    Activate,
     Add,
     AddExpertLora,
     AddGated,
@@ -34,7 +36,6 @@ from ...kernels.step import (
     Operation,
     Program,
     Recur,
-    SquaredRelu,
     Step,
     TakePairs,
     WriteKV,
@@ -45,7 +46,6 @@ from .latent_attention import LatentAttention
 from .layer_input import LayerInput
 from .layers import (
     EXPERT_DOWN,
-    EXPERT_GATE_UP,
     Attention,
     DecoderLayer,
     ExpertMlp,
@@ -53,7 +53,7 @@ from .layers import (
     LoraLinear,
     NarrowLinear,
     RecurrentMixer,
-    SquaredReluMlp,
+    UngatedMlp,
 )
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,8 @@ PADDED_SCORES, PADDED_GATE = 19, 20  # what adapters add to scores and gates
 EMBEDDED, OWN, INPUT_GATE, JOINED, INPUT = range(21, 26)
 ROUTED, EXPERTS = 26, 27  # of experts beside a dense MLP
 BESIDE = 28
-NUM_NAMES = 29
+LATENT, LATENT_SUM = 29, 30  # what experts read and give, where they have fewer features
+NUM_NAMES = 31
 
 
 def prepare_step(
@@ -131,8 +132,10 @@ def program_of(
             if mixer.beside is not None:
                 beside = _recurrence(mixer.beside, x, layer.index, states[mixer.beside.state_index], BESIDE)
                 mixing = chain(beside, mixing, [Add(BESIDE, OUTPUT)])
-        elif isinstance(mixer, SquaredReluMlp):
-            mixing = _squared_relu(mixer, x, layer.index)
+        elif isinstance(mixer, UngatedMlp):
+            mixing = _ungated(mixer, x, layer.index)
+        elif isinstance(mixer, ExpertMlp):
+            mixing = _experts(mixer, layer, x, x, OUTPUT)
         else:
             assert isinstance(mixer, RecurrentMixer)
             mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index], OUTPUT)
@@ -175,16 +178,18 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     if isinstance(mixer, Attention):
         query = mixer.num_heads * mixer.head_dim
         widths |= {QKV: mixer.qkv.weight.num_out, ROTATED: query, ATTENDED: query}
-    if isinstance(mixer, SquaredReluMlp):
+    if isinstance(mixer, UngatedMlp):
         widths |= {INNER: mixer.up.weight.num_out}
+    if isinstance(mixer, ExpertMlp):
+        mlp = mixer
     if isinstance(mlp, GatedMlp):
         widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
     if layer.beside is not None:
         mlp, widths = layer.beside.experts, widths | {ROUTED: hidden, EXPERTS: hidden}
     if isinstance(mlp, ExpertMlp):
-        gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
+        gate_up, inner, pairs, read = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k, mlp.down.num_out
         widths |= {SCORES: mlp.num_experts, PADDED_SCORES: mlp.router.padded_out}
-        widths |= {PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
+        widths |= {PAIRS: pairs * read, PAIRS_OUTPUT: pairs * read, LATENT: read, LATENT_SUM: read}
         widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
         if mlp.dense is not None:
             widths |= {GATE_UP: mlp.dense.gate_up.weight.num_out, INNER: mlp.dense.down.weight.num_in}
@@ -232,9 +237,9 @@ def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState, to
     yield from _linear(mixer.output, MIXED, to, layer)
 
 
-def _squared_relu(mlp: SquaredReluMlp, x: int, layer: int) -> Iterator[Operation]:
+def _ungated(mlp: UngatedMlp, x: int, layer: int) -> Iterator[Operation]:
     yield from _linear(mlp.up, x, INNER, layer)
-    yield SquaredRelu(INNER, INNER)
+    yield Activate(INNER, INNER, mlp.activation)
     yield from _linear(mlp.output, INNER, OUTPUT, layer)
 
 
@@ -294,16 +299,20 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
 
 def _experts(mlp: ExpertMlp, layer: DecoderLayer, x: int, routed: int, to: int) -> Iterator[Operation]:
     """`routed`: what the router reads."""
-    hidden, inner = mlp.down.num_out, mlp.down.num_in
+    read, inner = mlp.down.num_out, mlp.down.num_in
     yield from _narrow(mlp.router, routed, SCORES, PADDED_SCORES, layer.index)
     yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias, mlp.factors)
-    yield TakePairs(x, PAIRS, mlp.routing.scales_inputs)
+    if mlp.latent is not None:
+        yield from _linear(mlp.latent[0], x, LATENT, layer.index)
+    yield TakePairs(x if mlp.latent is None else LATENT, PAIRS, mlp.routing.scales_inputs)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
-    yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
-    yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
+    yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, mlp.up_modules, read, inner)
+    yield _inner(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
     yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down, mlp.down_bias)
-    yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
-    yield CombinePairs(PAIRS_OUTPUT, to)
+    yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, read)
+    yield CombinePairs(PAIRS_OUTPUT, to if mlp.latent is None else LATENT_SUM)
+    if mlp.latent is not None:
+        yield from _linear(mlp.latent[1], LATENT_SUM, to, layer.index)
     if (dense := mlp.dense) is not None:
         yield from _linear(dense.gate_up, x, GATE_UP, layer.index)
         yield Gated(GATE_UP, INNER, dense.activation)
@@ -311,13 +320,17 @@ def _experts(mlp: ExpertMlp, layer: DecoderLayer, x: int, routed: int, to: int) 
         yield Add(SHARED_OUTPUT, to)
     if (shared := mlp.shared) is not None:
         yield from _linear(shared.gate_up, x, SHARED_GATE_UP, layer.index)
-        yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
+        yield _inner(SHARED_GATE_UP, SHARED_INNER, mlp.activation, 1)
         yield from _linear(shared.down, SHARED_INNER, SHARED_OUTPUT, layer.index)
         if shared.gate is None:
             yield Add(SHARED_OUTPUT, to)
         else:
             yield from _narrow(shared.gate, x, SHARED_GATE, PADDED_GATE, layer.index)
             yield AddGated(SHARED_OUTPUT, SHARED_GATE, to)
+
+
+def _inner(x: int, to: int, activation: Activation, per_row: int) -> Operation:
+    return Activate(x, to, activation) if isinstance(activation, Ungated) else Gated(x, to, activation, per_row)
 
 
 def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: int, num_out: int) -> AddExpertLora:
