@@ -51,6 +51,12 @@ def add_layer_norm(
     return (weight * normed.to(weight.dtype)).to(x.dtype), total
 
 
+def affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """x * weight + bias in float32, of x's shape and dtype. Both are `[width]` float32; None: 1, or 0."""
+    wide = x.float() if weight is None else x.float() * weight
+    return (wide if bias is None else wide + bias).to(x.dtype)
+
+
 def _silu(x: torch.Tensor) -> torch.Tensor:
     from torch.nn.functional import silu
 

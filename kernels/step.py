@@ -62,6 +62,7 @@ class Norm:
     count: int
     weight: torch.Tensor
     eps: float
+    is_centred: bool = False  # as in `norms.add_layer_norm`
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,16 @@ class MultiplyGate:
 
 
 @dataclass(frozen=True)
+class Affine:
+    """x = x * weight + bias, in place, of as many columns as these have, from `column` on. See `norms.affine`."""
+
+    x: Register
+    column: int
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Activate:
     """to = activation(x). See `norms.activate`."""
 
@@ -261,6 +272,7 @@ Operation = (
     | AddGated
     | JoinEmbedding
     | MultiplyGate
+    | Affine
     | Activate
     | Recur
 )

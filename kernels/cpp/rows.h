@@ -113,6 +113,23 @@ void add_rows(const T* x, T* to, int64_t num_rows, int64_t width, float scale, i
     });
 }
 
+// x = x * weight + bias in place, of some columns of each row; null: none.
+template <class T>
+void affine(T* x, int64_t stride, const float* weight, const float* bias, int64_t num_rows, int64_t width,
+            int num_threads) {
+    share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t row = start; row < end; row++)
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int64_t count = width - i;
+                T* at = x + row * stride + i;
+                Floats value = load(at, count);
+                if (weight) value = value * load(weight + i, count);
+                if (bias) value = value + load(bias + i, count);
+                store(at, value, count);
+            }
+    });
+}
+
 inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
 inline Floats gelu_pytorch_tanh(Floats x) {

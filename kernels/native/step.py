@@ -23,6 +23,7 @@ from ..step import (
     AddLora,
     AddNarrowLora,
     AddNorm,
+    Affine,
     Attend,
     ChooseExperts,
     CombinePairs,
@@ -61,6 +62,7 @@ _KINDS = (  # in the order of `StepKind`
     AddNarrowLora,
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
     Activate,
+    Affine,
 )
 
 
@@ -202,7 +204,14 @@ class NativeStep:
     def _(self, op: Norm) -> list[int]:
         width = self._width(op.x)
         assert op.column + op.count * len(op.weight) <= width, "normed columns are the register's"
-        return [width, op.column, op.count, len(op.weight), *self._weight(op.weight), float_bits(op.eps)]
+        return [width, op.column, op.count, len(op.weight), *self._weight(op.weight), float_bits(op.eps), op.is_centred]
+
+    @_fields.register
+    def _(self, op: Affine) -> list[int]:
+        parts, width = (op.weight, op.bias), self._width(op.x)
+        (count,) = {len(part) for part in parts if part is not None}
+        assert op.column + count <= width, "columns are the register's"
+        return [width, op.column, count, *(0 if part is None else self._address(part.float()) for part in parts)]
 
     @_fields.register
     def _(self, op: Linear) -> list[int]:

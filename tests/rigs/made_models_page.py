@@ -57,7 +57,8 @@ def _lora(family: Family) -> str:
     linears = (name for name in _LINEARS if family.has_gates or name != "gate_proj")
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
     leaves = {name: path.rpartition(".")[2] for name, path in family.paths.items()}
-    names = ((whole.get(name) or leaves.get(name, name)).removesuffix("_proj") for name in linears)
+    names = ((whole.get(name) or leaves.get(name, name)) for name in linears)
+    names = (name if name == "c_proj" else name.removesuffix("_proj") for name in names)
     experts = () if family.experts is None else ("gate, up, down of each expert", "and the router")
     return ", ".join(dict.fromkeys((*names, *recurrent, *experts)))
 

@@ -79,6 +79,7 @@ from transformers import (
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
@@ -732,6 +733,16 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         sharded=True,
     ),
+    "starcoder2": Variant(
+        lambda: Starcoder2Config(**_without(SHAPE, "rms_norm_eps", "tie_word_embeddings"), sliding_window=14), seed=101
+    ),
+    "starcoder2_plain": Variant(
+        lambda: Starcoder2Config(
+            **_without(SHAPE, "rms_norm_eps") | {"num_key_value_heads": 4}, use_bias=False, hidden_act="silu"
+        ),
+        seed=101,
+    ),
+    "cohere_qk_norm": Variant(lambda: CohereConfig(**COHERE, tie_word_embeddings=True, use_qk_norm=True), seed=101),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -907,6 +918,7 @@ GRANITE_NAMES: Mapping[str, str] = {
     "down_proj": "output_linear",
 }
 WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # PEFT refuses it
+STARCODER2_NAMES: Mapping[str, str] = {"up_proj": "c_fc", "down_proj": "c_proj"}
 LFM2_NAMES: Mapping[str, str] = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -1035,6 +1047,7 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     fused |= GRANITE_NAMES if "shared_mlp" in names else {}
     fused |= LFM2_NAMES if "w1" in names else {}
+    fused |= STARCODER2_NAMES if "c_fc" in names else {}
     if "kv_b_proj" in names:
         queries = "q_b_proj" if "q_b_proj" in names else "q_proj"
         fused |= {"q_proj": queries, "k_proj": "kv_b_proj", "v_proj": "kv_a_proj_with_mqa"}
@@ -1228,7 +1241,7 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     is_gemma4 = "gemma4" in model.config.model_type
     adds_one = (gemma and not is_gemma4) or model.config.model_type.startswith(("qwen3_5", "qwen3_next"))
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or "norm" in name:
             _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which some families add by themselves
             if "norm" in name and (not adds_one or "linear_attn" in name):
                 parameter.data += 1.0

@@ -376,12 +376,12 @@ def model_size(model: ModelConfig) -> ModelSize:
     embedding = model.vocab_size * hidden
     num_attention, family = len(model.attention_layers), model.family
     num_norms = sum(name is not None for name in (family.attention_norm, family.mlp_norm, *(family.post_norms or ())))
-    norms = (layers * num_norms + 1) * hidden
+    norms = (layers * num_norms + 1) * hidden * (1 + family.norms_have_bias)
     norms += sum(
         n
         * (
             kind.query + kind.kv
-            if family.qk_norm_spans_heads
+            if family.qk_norm_spans_heads or family.qk_norm_is_centred
             else (2 if kind.kv else 1) * kind.query // model.num_heads
         )
         for kind, n in kinds.items()

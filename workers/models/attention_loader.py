@@ -99,6 +99,7 @@ def load_attention(reader: LayerReader, beside: RecurrentMixer | None) -> Attent
         is_gated=config.family.gated_attention,
         sinks=_sinks(reader),
         beside=beside,
+        query_factors=_query_factors(reader),
     )
 
 
@@ -130,11 +131,15 @@ def _head_norm(reader: LayerReader, has_kv: bool, device: torch.device) -> HeadN
     config, layer = reader.config, reader.index
     if not config.qk_norm:
         return None
+    ones = torch.ones(config.head_dim, device=device)
     if not config.family.qk_norm_has_weights:
         # Behind the rotation it would be the same, since that leaves the norm as it is.
         if config.rotaries[layer].kind == NO_ROTARY:
             return None
-        ones = torch.ones(config.head_dim, device=device)
+        return HeadNorm(ones, ones, config.norm_eps)
+    if config.family.qk_norm_is_centred:
+        return HeadNorm(ones, ones, config.norm_eps, of_columns=_column_weights(reader))
+    if config.family.qk_norm_is_last:  # the weights are in `_query_factors`
         return HeadNorm(ones, ones, config.norm_eps)
     dim, spans = config.layer_sizes.head_dims[layer], config.family.qk_norm_spans_heads
     kv_heads = config.layer_sizes.num_kv_heads[layer], reader.sharding.kv_heads_of(layer)
@@ -153,6 +158,29 @@ def _head_norm(reader: LayerReader, has_kv: bool, device: torch.device) -> HeadN
     ordered = [_in_order(reader, norm, "k_proj") for norm in norms]
     values = torch.ones(dim, device=norms[0].device) if config.family.has_value_norm else None
     return HeadNorm(ordered[0], ordered[-1], config.norm_eps, spans, values)
+
+
+def _column_weights(reader: LayerReader) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of norms whose heads have weights of their own: those of all columns of q, and of k."""
+    config, sharding, layer = reader.config, reader.sharding, reader.index
+    numbers = config.num_heads, config.layer_sizes.num_kv_heads[layer]
+    parts = sharding.heads, sharding.kv_heads_of(layer)
+    stored = (
+        reader.checkpoint.take(f"{reader.prefix}self_attn.{name}.weight", (number, config.head_dim), rows=part)
+        for name, number, part in zip(config.family.head_norms, numbers, parts, strict=True)
+    )
+    of_q, of_k = (_in_order(reader, weight.flatten(), "k_proj").float() for weight in stored)
+    return of_q, of_k
+
+
+def _query_factors(reader: LayerReader) -> torch.Tensor | None:
+    """Weights of norms behind the rotary embedding. Those of k have a product with q's, so that q can have both."""
+    config, dim = reader.config, reader.config.head_dim
+    if not config.family.qk_norm_is_last:
+        return None
+    of_q, of_k = (_attention_norm(reader, name, dim).float() for name in config.family.head_norms)
+    start, stop = reader.sharding.heads
+    return _in_order(reader, (of_q * of_k).repeat(stop - start), "k_proj")
 
 
 def _in_order(reader: LayerReader, rows: torch.Tensor, name: str) -> torch.Tensor:

@@ -272,6 +272,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "sliding_window": ("a whole number from 1 or null", is_whole),
     "rms_norm_eps": _NUMBER,
     "layer_norm_eps": _NUMBER,
+    "norm_epsilon": _NUMBER,
     "hidden_act": _TEXT,
     "hidden_activation": _TEXT,
     "tie_word_embeddings": _FLAG,

@@ -47,7 +47,9 @@ _COHERE = Family(
     "cohere",
     "cohere",
     {key: value for key, value in COMMON.items() if key != "rms_norm_eps"}
-    | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625},
+    | {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625}
+    | {"use_qk_norm": False},
+    qk_norm_is_centred=True,
     centred_norms=True,
     wide_norms=True,
     mlp_norm=None,
@@ -276,11 +278,31 @@ DENSE_FAMILIES = {
         _COHERE,
         name="cohere2",
         model_type="cohere2",
-        defaults={**_COHERE.defaults, "sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
+        defaults={key: value for key, value in _COHERE.defaults.items() if key != "use_qk_norm"}
+        | {"sliding_window": 4096, "sliding_window_pattern": 4, "layer_types": None},
         computes={"position_embedding_type": "rope_gptj"},  # as released files name it
         slides=three_of_four,
         only_windows_rotate=True,
         rope_theta=10_000.0,
+    ),
+    "Starcoder2ForCausalLM": Family(
+        "starcoder2",
+        "starcoder2",
+        {key: value for key, value in COMMON.items() if key != "rms_norm_eps"}
+        | {
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+            "use_bias": True,
+            "sliding_window": None,
+        },
+        centred_norms=True,
+        norms_have_bias=True,
+        wide_norms=True,
+        has_gates=False,
+        slides=throughout,
+        paths={"up_proj": "mlp.c_fc", "down_proj": "mlp.c_proj"},
     ),
     "Exaone4ForCausalLM": Family(
         "exaone4",

@@ -43,6 +43,7 @@ def load_layer(
         is_parallel=config.family.is_parallel,
         beside=load_experts_beside(reader) if config.family.experts_beside and _has_experts(reader) else None,
         end=None if inputs is None else _input(reader, inputs),
+        norm_biases=(reader.norm_bias(config.family.attention_norm), reader.norm_bias(config.family.mlp_norm)),
         scalar=_scalar(reader),
     )
 
@@ -83,7 +84,7 @@ def _mlp(reader: LayerReader) -> Mlp | None:
     if config.family.has_halves:
         return None
     if not _has_experts(reader) or config.family.experts_beside:
-        return _gated_mlp(reader)
+        return _gated_mlp(reader) if config.family.has_gates else _ungated_mlp(reader)
     assert config.family.experts is not None
     return load_experts(reader, _gated_mlp(reader) if config.family.experts.beside_dense else None)
 

@@ -12,6 +12,12 @@ from .layers import LoraLinear, NarrowLinear
 from .sharding import ModelSharding, Range
 from .weights import WeightSource
 
+
+def load_norm_bias(name: str, width: int, sharding: ModelSharding, checkpoint: WeightSource) -> torch.Tensor | None:
+    """In float32; None: norms of the family have none."""
+    return checkpoint.take(f"{name}.bias", (width,)).float() if sharding.config.family.norms_have_bias else None
+
+
 StoredWeight = torch.Tensor | QuantisedWeight  # `[out, in]`
 
 
@@ -42,6 +48,11 @@ class LayerReader:
         if name is None:
             return None
         return load_norm(f"{self.prefix}{name}", self.config.hidden_size, self.sharding, self.checkpoint)
+
+    def norm_bias(self, name: str | None) -> torch.Tensor | None:
+        if name is None:
+            return None
+        return load_norm_bias(f"{self.prefix}{name}", self.config.hidden_size, self.sharding, self.checkpoint)
 
     def places(self, *modules: str) -> tuple[int, ...]:
         """Indices of this layer's modules in `BaseShape.dense_modules`."""

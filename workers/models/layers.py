@@ -13,7 +13,7 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch
-from ...kernels.norms import Activation, Ungated, activate, scale_to_unit
+from ...kernels.norms import Activation, Ungated, activate, affine, scale_to_unit
 from ...kernels.recurrence import LayerState, Rule, StateBatch
 from ..parallel import Parallel
 from .passes import Pass
@@ -97,17 +97,25 @@ class NarrowLinear(LoraLinear):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm over each head of q and of k (Qwen3, Gemma 3), or over all heads of each at once (OLMo 2)."""
+    """A norm over each head of q and of k (Qwen3, Gemma 3), or over all heads of each at once (OLMo 2)."""
 
     q: torch.Tensor  # [head_dim], or [this worker's columns of q]
     k: torch.Tensor
     eps: float
     spans_heads: bool = False
     v: torch.Tensor | None = None  # [head_dim] ones; None: v is not normed (it is in Gemma 4)
+    # Layer norms, and what each column of q and of k is multiplied by behind them (Cohere); None: RMS norms.
+    of_columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Of q and k `[num_rows, heads, head_dim]`; k may have no heads."""
         norm, parallel = context.kernels.rms_norm, context.parallel
+        if self.of_columns is not None:
+            centred = context.kernels.add_norm(True)
+            normed = (centred(x.flatten(0, 1), None, self.q, self.eps)[0].view(len(x), -1) for x in (q, k))
+            both = (affine(x, weight, None) for x, weight in zip(normed, self.of_columns, strict=True))
+            q, k = (x.view(each.shape) for x, each in zip(both, (q, k), strict=True))
+            return q, k
         if not self.spans_heads:
             return norm(q, self.q, self.eps), norm(k, self.k, self.eps) if k.shape[1] else k
         all_q, all_k = q.flatten(1), k.flatten(1)
@@ -140,6 +148,7 @@ class Attention:
     is_gated: bool = False  # before q there is a gate of the output
     sinks: torch.Tensor | None = None  # [num_heads] float32
     beside: RecurrentMixer | None = None  # what reads the same input, and is added (Falcon-H1)
+    query_factors: torch.Tensor | None = None  # [num_heads * head_dim] float32, behind the rotary embedding (Hunyuan)
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
@@ -156,6 +165,8 @@ class Attention:
                 v = kernels.rms_norm(v, self.head_norm.v, self.head_norm.eps)
         kv = context.kv[self.kv_index]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
+        if self.query_factors is not None:
+            q = affine(q.flatten(1), self.query_factors, None).view(q.shape)
         attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
         attended = attended.flatten(1)
         if gate is not None:
@@ -256,6 +267,7 @@ class DecoderLayer:
     is_parallel: bool = False  # the MLP has the input that attention has
     beside: ExpertsBeside | None = None
     end: LayerEnd | None = None
+    norm_biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # of attention_norm and mlp_norm
     scalar: float = 1.0  # of the layer's output
 
     def forward(
@@ -263,13 +275,14 @@ class DecoderLayer:
     ) -> Pass[tuple[torch.Tensor, torch.Tensor | None]]:
         """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`; None: it is."""
         kernels = context.kernels
-        first, residual = self._enter(x, residual, self.attention_norm, kernels)
+        bias, mlp_bias = self.norm_biases
+        first, residual = self._enter(x, residual, self.attention_norm, bias, kernels)
         x = yield self.attention(first, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
         if self.mlp is None:
             return x, residual
-        x, residual = self._enter(x, residual, self.mlp_norm, kernels)
+        x, residual = self._enter(x, residual, self.mlp_norm, mlp_bias, kernels)
         x = yield self.mlp(first if self.is_parallel else x, self.index, context)
         if self.beside is not None:
             x = yield from self.beside(x, residual, self.index, context)
@@ -288,11 +301,17 @@ class DecoderLayer:
         return self.end is not None or self.scalar != 1.0
 
     def _enter(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None, kernels: Kernels
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        kernels: Kernels,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of a half of the layer, and the residual with x added."""
         if norm is not None:
-            return kernels.add_norm(self.centred_norms)(x, residual, norm, self.norm_eps)
+            normed, total = kernels.add_norm(self.centred_norms)(x, residual, norm, self.norm_eps)
+            return normed if bias is None else affine(normed, None, bias), total
         total = x if residual is None else x + residual
         return total, total
 

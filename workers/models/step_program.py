@@ -22,6 +22,7 @@ from ...kernels.step import (
     AddLora,
     AddNarrowLora,
     AddNorm,
+    Affine,
     Attend,
     ChooseExperts,
     CombinePairs,
@@ -147,6 +148,8 @@ def program_of(
         operations.append(AddNorm(RESIDUAL, None, NORMED, *norm))
     else:
         operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, *norm))
+    if decoder.norm_bias is not None:
+        operations.append(Affine(NORMED, 0, None, decoder.norm_bias))
     by_register = {register: width for (_, width), register in registers.items()}
     return Program(
         tuple(by_register.get(register, 0) for register in range(max(by_register) + 1)), tuple(operations), NORMED
@@ -178,8 +181,9 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     if isinstance(mixer, Attention):
         query = mixer.num_heads * mixer.head_dim
         widths |= {QKV: mixer.qkv.weight.num_out, ROTATED: query, ATTENDED: query}
-    if isinstance(mixer, UngatedMlp):
-        widths |= {INNER: mixer.up.weight.num_out}
+    for half in (mixer, mlp):
+        if isinstance(half, UngatedMlp):
+            widths |= {INNER: half.up.weight.num_out}
     if isinstance(mixer, ExpertMlp):
         mlp = mixer
     if isinstance(mlp, GatedMlp):
@@ -217,13 +221,18 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
     yield from _linear(attention.qkv, x, QKV, layer)
     if attention.head_norm is not None:
         norm, kv_width = attention.head_norm, heads.num_kv_heads * heads.head_dim
-        yield Norm(QKV, column, query // len(norm.q), norm.q, norm.eps)
+        is_centred = norm.of_columns is not None
+        yield Norm(QKV, column, query // len(norm.q), norm.q, norm.eps, is_centred)
         if attention.has_kv:
-            yield Norm(QKV, column + query, kv_width // len(norm.k), norm.k, norm.eps)
+            yield Norm(QKV, column + query, kv_width // len(norm.k), norm.k, norm.eps, is_centred)
+        if norm.of_columns is not None:
+            yield Affine(QKV, column, torch.cat(norm.of_columns))
         if attention.has_kv and norm.v is not None:
             yield Norm(QKV, column + query + kv_width, heads.num_kv_heads, norm.v, norm.eps)
     written = heads if attention.has_kv else replace(heads, num_kv_heads=0)
     yield WriteKV(QKV, ROTATED, written, rotary, kv, column)
+    if attention.query_factors is not None:
+        yield Affine(ROTATED, 0, attention.query_factors)
     scores = (attention.scale, attention.window, attention.softcap, attention.sinks)
     yield Attend(ROTATED, ATTENDED, heads, kv, *scores)
     if attention.is_gated:
@@ -246,13 +255,14 @@ def _ungated(mlp: UngatedMlp, x: int, layer: int) -> Iterator[Operation]:
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> Iterator[Operation]:
     """`mixing`: attention, or what a layer has in its place."""
     eps = layer.norm_eps
-    yield from _enter(layer, layer.attention_norm, is_added=is_added)
+    bias, mlp_bias = layer.norm_biases
+    yield from _enter(layer, layer.attention_norm, bias, is_added=is_added)
     yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
     if layer.mlp is None:
         return
-    yield from _enter(layer, layer.mlp_norm)
+    yield from _enter(layer, layer.mlp_norm, mlp_bias)
     yield from _mlp(layer, _input(layer.attention_norm if layer.is_parallel else layer.mlp_norm))
     if layer.mlp_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
@@ -270,11 +280,15 @@ def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> 
         yield Add(OUTPUT, RESIDUAL, layer.scalar)
 
 
-def _enter(layer: DecoderLayer, norm: torch.Tensor | None, *, is_added: bool = False) -> Iterator[Operation]:
+def _enter(
+    layer: DecoderLayer, norm: torch.Tensor | None, bias: torch.Tensor | None, *, is_added: bool = False
+) -> Iterator[Operation]:
     """Adds the output of the half before to the residual, unless it is in there, and norms the sum."""
     if norm is not None:
         x, residual = (RESIDUAL, None) if is_added else (OUTPUT, RESIDUAL)
         yield AddNorm(x, residual, NORMED, norm, layer.norm_eps, layer.centred_norms)
+        if bias is not None:
+            yield Affine(NORMED, 0, None, bias)
     elif not is_added:
         yield Add(OUTPUT, RESIDUAL)
 
@@ -292,6 +306,9 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
             yield from _experts(beside.experts, layer, NORMED, ROUTED, EXPERTS)
             yield Norm(EXPERTS, 0, 1, beside.post_norm, beside.eps)
             yield Add(EXPERTS, OUTPUT)
+        return
+    if isinstance(mlp, UngatedMlp):
+        yield from _ungated(mlp, x, layer.index)
         return
     assert isinstance(mlp, ExpertMlp)
     yield from _experts(mlp, layer, x, x, OUTPUT)
