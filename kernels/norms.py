@@ -89,15 +89,28 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return x.relu().square_()
 
 
+def xielu(x: torch.Tensor, positive: float, negative: float, slope: float, limit: float) -> torch.Tensor:
+    """xIELU (arXiv 2411.13010), in float32: a parabola above 0, and below it an exponential of x up to `limit`."""
+    import torch
+
+    wide = x.float()
+    above, below = positive * wide * wide, (wide.clamp(max=limit).expm1() - wide) * negative
+    return (torch.where(wide > 0, above, below) + slope * wide).to(x.dtype)
+
+
+XIELU: Final = "xielu"  # layers have parameters of their own for it
 # Those of MLPs without a gate, by their names in config.json. `activate` of `cpp/rows.h` has them in this order.
-UNGATED: Final[Mapping[str, Callable[..., torch.Tensor]]] = MappingProxyType({"relu2": squared_relu, **ACTIVATIONS})
+UNGATED: Final[Mapping[str, Callable[..., torch.Tensor]]] = MappingProxyType(
+    {"relu2": squared_relu, **ACTIVATIONS, XIELU: xielu}
+)
 
 
 @dataclass(frozen=True)
 class Ungated:
-    """activation(up): an entry of `UNGATED`, of MLPs without a gate."""
+    """activation(up): an entry of `UNGATED`, of MLPs without a gate. `parameters`: its arguments behind x."""
 
     name: str
+    parameters: tuple[float, ...] = ()
 
 
 Activation = str | ClampedSwiglu | Ungated  # a name in `ACTIVATIONS`, one that changes `up` too, or one without a gate
@@ -105,7 +118,7 @@ Activation = str | ClampedSwiglu | Ungated  # a name in `ACTIVATIONS`, one that 
 
 def activate(x: torch.Tensor, activation: Ungated) -> torch.Tensor:
     """activation(x), of x's shape and dtype."""
-    return UNGATED[activation.name](x)
+    return UNGATED[activation.name](x, *activation.parameters)
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:

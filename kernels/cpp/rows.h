@@ -187,10 +187,25 @@ inline void map_rows(const T* x, T* to, int64_t num_rows, int64_t width, int num
     });
 }
 
-enum class Ungated : int64_t { kSquaredRelu, kSilu, kGelu };  // in the order of `UNGATED` in ../norms.py
+// `xielu` of ../norms.py.
+struct Xielu {
+    float positive, negative, slope, limit;
+    FloatPart operator()(FloatPart x) const {
+        const FloatPart low = -larger(FloatPart{} - limit, -x);  // in this order NaN stays
+        const FloatPart above = positive * x * x, below = (exponential(low) - 1.0f - x) * negative;
+        return (x > 0.0f ? above : below) + slope * x;
+    }
+    template <class V>
+    Two<V> operator()(const Two<V>& x) const {
+        return {(*this)(x.low), (*this)(x.high)};
+    }
+};
+
+enum class Ungated : int64_t { kSquaredRelu, kSilu, kGelu, kXielu };  // in the order of `UNGATED` in ../norms.py
 
 template <class T>
-void activate(Ungated kind, const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+void activate(Ungated kind, const double* parameters, const T* x, T* to, int64_t num_rows, int64_t width,
+              int num_threads) {
     const auto with = [&](auto compute) { map_rows(x, to, num_rows, width, num_threads, compute); };
     switch (kind) {
         case Ungated::kSquaredRelu:
@@ -199,6 +214,8 @@ void activate(Ungated kind, const T* x, T* to, int64_t num_rows, int64_t width, 
             return with([](Floats value) { return silu(value); });
         case Ungated::kGelu:
             return with([](Floats value) { return gelu_pytorch_tanh(value); });
+        case Ungated::kXielu:
+            return with(Xielu{float(parameters[0]), float(parameters[1]), float(parameters[2]), float(parameters[3])});
     }
 }
 

@@ -133,6 +133,7 @@ struct StepOperation {
         } affine;
         struct {  // `kind`: an `Ungated`
             int64_t width, kind;
+            double parameters[4];
         } activate;
         struct {
             const void* layer;
@@ -224,8 +225,8 @@ class Step {
             case StepKind::kMultiplyGate:
                 return multiply_gates(op);
             case StepKind::kActivate:
-                return motet::activate(Ungated(op.activate.kind), of(op.x), of(op.to), call.num_rows, op.activate.width,
-                                       num_threads);
+                return motet::activate(Ungated(op.activate.kind), op.activate.parameters, of(op.x), of(op.to),
+                                       call.num_rows, op.activate.width, num_threads);
             case StepKind::kAffine:
                 return motet::affine(of(op.x) + op.affine.column, op.affine.width, op.affine.weight, op.affine.bias,
                                      call.num_rows, op.affine.count, num_threads);

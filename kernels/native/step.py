@@ -329,7 +329,8 @@ class NativeStep:
     @_fields.register
     def _(self, op: Activate) -> list[int]:
         assert self._width(op.x) == self._width(op.to), "one result for each column"
-        return [self._width(op.to), [*UNGATED].index(op.activation.name)]
+        parameters = map(float_bits, op.activation.parameters)
+        return [self._width(op.to), [*UNGATED].index(op.activation.name), *parameters]
 
     @_fields.register
     def _(self, op: Recur) -> list[int]:

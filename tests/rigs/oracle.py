@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
@@ -742,6 +743,7 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         seed=101,
     ),
+    "apertus": Variant(lambda: ApertusConfig(**SHAPE, head_dim=24, rope_parameters={**LLAMA3_ROPE}), seed=101),
     "cohere_qk_norm": Variant(lambda: CohereConfig(**COHERE, tie_word_embeddings=True, use_qk_norm=True), seed=101),
 }
 
@@ -1263,6 +1265,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
             _draw(buffer, 0.3, generator)
         elif "layer_scalar" in name:
             buffer.fill_(0.8)
+        elif "act_fn.beta" in name or "act_fn.eps" in name:
+            buffer.fill_(0.35 if "beta" in name else -0.05)
 
 
 def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES, name_of
+from ...kernels.norms import XIELU, Ungated
 from ..models.config import ModelConfig
 from ..models.expert_config import ExpertConfig
 from .devices import Device
@@ -393,6 +394,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         all_products += 3 * layers * hidden * sizes.input_size
         norms += layers * hidden + sizes.input_size
     small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
+    small += 2 * layers * (model.activation == Ungated(XIELU))
     if recurrent is not None:
         num_recurrent = len(model.recurrent_layers)
         *inputs, output = recurrent.modules(hidden).values()

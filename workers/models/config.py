@@ -13,7 +13,7 @@ from typing import Any, Final
 from ...adapters.adapter import (
     BaseShape,
 )
-from ...kernels.norms import ACTIVATIONS, UNGATED, Activation, ClampedSwiglu, Ungated
+from ...kernels.norms import ACTIVATIONS, UNGATED, XIELU, Activation, ClampedSwiglu, Ungated
 from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
 from ..window_pages import FullLayers
@@ -377,8 +377,9 @@ def _activation(values: Mapping[str, Any], family: Family) -> Activation:
     name = values.get(family.activation_key, "silu")
     name = family.activations.get(name, name)
     if not family.has_gates:
-        if name not in UNGATED:
-            raise ValueError(f"{family.activation_key} {name!r} is not supported: {', '.join(UNGATED)} are accepted")
+        names = [each for each in UNGATED if each != XIELU or family.defaults.get(family.activation_key) == XIELU]
+        if name not in names:
+            raise ValueError(f"{family.activation_key} {name!r} is not supported: {', '.join(names)} are accepted")
         return Ungated(name)
     is_clamped = "swiglu_limit" in values
     if name not in ACTIVATIONS or (is_clamped and name != "silu"):

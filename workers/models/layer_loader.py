@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...adapters.adapter import PER_LAYER_MODULES
 from ...kernels.backend import Kernels
-from ...kernels.norms import Ungated
+from ...kernels.norms import XIELU, Ungated
 from .attention_loader import load_attention, load_latent_attention
 from .config import ModelConfig
 from .expert_loader import load_experts, load_experts_beside
@@ -165,8 +167,23 @@ def _ungated_mlp(reader: LayerReader) -> UngatedMlp:
     return UngatedMlp(
         LoraLinear(reader.packed([reader.stored(name, hidden, width, part)]), bias, reader.places("up_proj")),
         reader.row_linear("down_proj", width, part, reader.places("down_proj"), config.mlp_bias),
-        config.activation,
+        _activation(reader, config.activation),
     )
+
+
+def _activation(reader: LayerReader, activation: Ungated) -> Ungated:
+    """With the layer's parameters, if it has such: of the two factors what softplus is of."""
+    if activation.name != XIELU:
+        return activation
+    path = f"{reader.prefix}{reader.path('up_proj').rpartition('.')[0]}.act_fn."
+    shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    stored = (reader.checkpoint.take(f"{path}{name}", shape, in_floats=True) for name, shape in shapes.items())
+    positive, negative, slope, limit = map(float, stored)
+    return Ungated(XIELU, (_softplus(positive), slope + _softplus(negative), slope, limit))
+
+
+def _softplus(x: float) -> float:
+    return math.log1p(math.exp(-abs(x))) + max(x, 0.0)
 
 
 def _some_rows(weight: StoredWeight, rows: slice | list[int]) -> StoredWeight:
