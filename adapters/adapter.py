@@ -36,7 +36,10 @@ SHARED_MODULES = ("shared_expert.gate_proj", "shared_expert.up_proj", "shared_ex
 # Linears of layers with experts that have few outputs: the gate of that expert, and the router.
 ROUTER: Final = "router"
 NARROW_MODULES = ("shared_expert_gate", ROUTER)
-WHOLE_MODULES = (*NARROW_MODULES, LATENT_MODULES[0], LATENT_MODULES[2])  # on every worker of a gang
+# Linears around a layer's experts, which read and give fewer features than the layer (Nemotron-H).
+LATENT_EXPERT_MODULES = ("fc1_latent_proj", "fc2_latent_proj")
+# On every worker of a gang.
+WHOLE_MODULES = (*NARROW_MODULES, LATENT_MODULES[0], LATENT_MODULES[2], *LATENT_EXPERT_MODULES)
 _MAX_UNIT: Final = 256  # columns that a GPU's kernels read at once, at most
 # Where a layer has them, in packing order.
 PATHS: Final = {
@@ -46,6 +49,7 @@ PATHS: Final = {
     **{module: module for module in PER_LAYER_MODULES},
     **{module: f"mlp.{module}" for module in (*EXPERT_MODULES, *SHARED_MODULES)},
     **{"shared_expert_gate": "mlp.shared_expert_gate", ROUTER: "mlp.gate"},
+    **{module: f"mlp.{module}" for module in LATENT_EXPERT_MODULES},
 }
 _ORDER: Final = {module: place for place, module in enumerate(PATHS)}
 MAX_RANK = 256
@@ -76,6 +80,13 @@ class ExpertShape:
     takes_turns: bool = False  # outputs of the first parameter are those of gate and of up in turn
     parameters: str = "mlp.experts"  # where a layer has the parameters of all experts, in the model
     swaps_sides: bool = False  # PEFT takes these parameters' inputs for outputs (Llama 4)
+
+    @property
+    def fused(self) -> Mapping[str, tuple[str, ...]]:
+        """The parameters of all experts, as PEFT wraps them, and the projections that each one holds."""
+        if EXPERT_MODULES[0] in self.names:
+            return {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+        return {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass(frozen=True)

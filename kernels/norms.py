@@ -51,6 +51,12 @@ def add_layer_norm(
     return (weight * normed.to(weight.dtype)).to(x.dtype), total
 
 
+def affine(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """x * weight + bias in float32, of x's shape and dtype. Both are `[width]` float32; None: 1, or 0."""
+    wide = x.float() if weight is None else x.float() * weight
+    return (wide if bias is None else wide + bias).to(x.dtype)
+
+
 def _silu(x: torch.Tensor) -> torch.Tensor:
     from torch.nn.functional import silu
 
@@ -78,21 +84,51 @@ class ClampedSwiglu:
     limit: float
 
 
-Activation = str | ClampedSwiglu  # a name in `ACTIVATIONS`, or one that changes `up` too
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """relu(x)² (Primer, arXiv 2109.08668)."""
+    return x.relu().square_()
+
+
+def xielu(x: torch.Tensor, positive: float, negative: float, slope: float, limit: float) -> torch.Tensor:
+    """xIELU (arXiv 2411.13010), in float32: a parabola above 0, and below it an exponential of x up to `limit`."""
+    import torch
+
+    wide = x.float()
+    above, below = positive * wide * wide, (wide.clamp(max=limit).expm1() - wide) * negative
+    return (torch.where(wide > 0, above, below) + slope * wide).to(x.dtype)
+
+
+XIELU: Final = "xielu"  # layers have parameters of their own for it
+# Those of MLPs without a gate, by their names in config.json. `activate` of `cpp/rows.h` has them in this order.
+UNGATED: Final[Mapping[str, Callable[..., torch.Tensor]]] = MappingProxyType(
+    {"relu2": squared_relu, **ACTIVATIONS, XIELU: xielu}
+)
+
+
+@dataclass(frozen=True)
+class Ungated:
+    """activation(up): an entry of `UNGATED`, of MLPs without a gate. `parameters`: its arguments behind x."""
+
+    name: str
+    parameters: tuple[float, ...] = ()
+
+
+Activation = str | ClampedSwiglu | Ungated  # a name in `ACTIVATIONS`, one that changes `up` too, or one without a gate
+
+
+def activate(x: torch.Tensor, activation: Ungated) -> torch.Tensor:
+    """activation(x), of x's shape and dtype."""
+    return UNGATED[activation.name](x, *activation.parameters)
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """activation(gate) * up of `[num_rows, 2 * width]`, gate first: `[num_rows, width]`."""
+    assert not isinstance(activation, Ungated), "an activation of gates"
     gate, up = gate_up.chunk(2, dim=-1)
     if isinstance(activation, ClampedSwiglu):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         return gate * (activation.alpha * gate).sigmoid() * (up + 1)
     return ACTIVATIONS[activation](gate) * up
-
-
-def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """relu(x)², the activation of MLPs without a gate (Primer, arXiv 2109.08668)."""
-    return x.relu().square_()
 
 
 def multiply_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from .attention import AttentionBatch, LayerKV
 from .expert_lora import ExpertLoraBatch
 from .experts import Routing
 from .lora import LoraBatch
-from .norms import Activation
+from .norms import Activation, Ungated
 from .recurrence import LayerState, Rule, StateBatch
 
 Register = int  # index in `Program.widths`
@@ -62,6 +62,7 @@ class Norm:
     count: int
     weight: torch.Tensor
     eps: float
+    is_centred: bool = False  # as in `norms.add_layer_norm`
 
 
 @dataclass(frozen=True)
@@ -224,11 +225,22 @@ class MultiplyGate:
 
 
 @dataclass(frozen=True)
-class SquaredRelu:
-    """to = relu(x)². See `norms.squared_relu`."""
+class Affine:
+    """x = x * weight + bias, in place, of as many columns as these have, from `column` on. See `norms.affine`."""
+
+    x: Register
+    column: int
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Activate:
+    """to = activation(x). See `norms.activate`."""
 
     x: Register
     to: Register  # may be x
+    activation: Ungated
 
 
 @dataclass(frozen=True)
@@ -260,7 +272,8 @@ Operation = (
     | AddGated
     | JoinEmbedding
     | MultiplyGate
-    | SquaredRelu
+    | Affine
+    | Activate
     | Recur
 )
 

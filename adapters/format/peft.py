@@ -157,7 +157,7 @@ _OUTER_TENSOR_NAME = re.compile(
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 _EXPERT_TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe)"
+    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe|mixer)"
     r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )

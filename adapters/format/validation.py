@@ -41,15 +41,9 @@ from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 # are those of the gate, then those of the up projection, which share A; in gpt-oss both take turns, and parameters are
 # transposed, `[num_experts, in, out]`, which A and B are not.
 
-# The parameters of a layer's experts in the order in which PEFT wraps them, and the projections that each one holds.
-FUSED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "down_proj": ("down_proj",),
-}
-_PATH = "mlp.experts"  # of nearly every family, Mixtral's included; see `ExpertShape.parameters`
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
-    r"\.(?:(?:mlp|feed_forward|block_sparse_moe)\.)?experts(?P<inner>\.base_layer)?"
+    r"\.(?:(?:mlp|feed_forward|block_sparse_moe|mixer)\.)?experts(?P<inner>\.base_layer)?"
     r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
 )
 
@@ -69,11 +63,14 @@ def parse_fused_name(name: str) -> FusedName | None:
     return match and FusedName(int(match["layer"]), match["inner"] is not None, match["letter"])
 
 
-def fused_tensor_name(layer: int, parameter: str, letter: str, targets: Mapping[tuple[int, str], Target]) -> str:
+def fused_tensor_name(
+    layer: int, parameter: str, letter: str, targets: Mapping[tuple[int, str], Target], shape: BaseShape, prefix: str
+) -> str:
     """PEFT's name of a matrix. `targets`: all that the adapter has, by layer and parameter."""
-    *_, outermost = (name for name in FUSED_PARAMETERS if (layer, name) in targets)
+    assert shape.experts is not None
+    *_, outermost = (name for name in shape.experts.fused if (layer, name) in targets)
     inner = "" if parameter == outermost else ".base_layer"
-    return f"base_model.model.model.layers.{layer}.{_PATH}{inner}.lora_{letter}.weight"
+    return f"base_model.model.{prefix}layers.{layer}.{shape.experts.parameters}{inner}.lora_{letter}.weight"
 
 
 def resolve_parameters(
@@ -91,8 +88,12 @@ def resolve_parameters(
     if not config.target_parameters:
         return {}
     layers = () if shape.experts is None else shape.experts.layers
-    path = _path(shape)
-    keys = {f"{prefix}layers.{layer}.{path}.{name}": (layer, name) for layer in layers for name in FUSED_PARAMETERS}
+    keys = {
+        f"{prefix}layers.{layer}.{shape.experts.parameters}.{name}": (layer, name)
+        for layer in layers
+        if shape.experts is not None
+        for name in shape.experts.fused
+    }
     keys |= {f"{prefix}layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
     valid_names = names_found(keys, frozenset(config.target_parameters))
     for target in config.target_parameters:
@@ -109,7 +110,7 @@ def resolve_parameters(
 
 
 def match_fused_names(
-    names: Iterable[str], targets: Mapping[tuple[int, str], Target]
+    names: Iterable[str], targets: Mapping[tuple[int, str], Target], shape: BaseShape, prefix: str = TEXT_PREFIX
 ) -> dict[tuple[int, str, str], str]:
     """The file's name for each (layer, parameter, letter).
 
@@ -119,7 +120,8 @@ def match_fused_names(
         fused_name: (layer, parameter, letter)
         for layer, parameter in targets
         for letter in ("A", "B")
-        if (fused_name := parse_fused_name(fused_tensor_name(layer, parameter, letter, targets))) is not None
+        if (fused_name := parse_fused_name(fused_tensor_name(layer, parameter, letter, targets, shape, prefix)))
+        is not None
     }
     names_by_key: dict[tuple[int, str, str], str] = {}
     for name in names:
@@ -134,7 +136,7 @@ def match_fused_names(
                 f"{TENSORS_FILE} holds a matrix twice: as {names_by_key[key]} and as {quote(name, 160)}"
             )
         names_by_key[key] = name
-    missing = [fused_tensor_name(*key, targets) for key in expected.values() if key not in names_by_key]
+    missing = [fused_tensor_name(*key, targets, shape, prefix) for key in expected.values() if key not in names_by_key]
     if missing:
         raise AdapterInvalid(f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}")
     return names_by_key
@@ -165,7 +167,7 @@ def split_experts(
     assert shape.experts is not None
     num_experts = shape.experts.num_experts
     by_expert = b.reshape(len(b), target.rank, num_experts)
-    names = FUSED_PARAMETERS[parameter]
+    names = shape.experts.fused[parameter]
     takes_turns = shape.experts.takes_turns and len(names) > 1
     matrices_by_module = {}
     for expert in range(num_experts):
@@ -184,18 +186,15 @@ def split_experts(
 
 def _sides(parameter: str, shape: BaseShape) -> tuple[int, int]:
     """Inputs and outputs of one expert's part of a parameter."""
-    projections = [shape.modules[f"experts.{name}"] for name in FUSED_PARAMETERS[parameter]]
+    assert shape.experts is not None
+    projections = [shape.modules[f"experts.{name}"] for name in shape.experts.fused[parameter]]
     return projections[0][0], sum(num_out for _, num_out in projections)
-
-
-def _path(shape: BaseShape) -> str:
-    return _PATH if shape.experts is None else shape.experts.parameters
 
 
 def _accepted(shape: BaseShape) -> str:
     if shape.experts is None:
         return "this base has no experts; name modules in target_modules"
-    accepted = ", ".join(f"{_path(shape)}.{name}" for name in FUSED_PARAMETERS)
+    accepted = ", ".join(f"{shape.experts.parameters}.{name}" for name in shape.experts.fused)
     return f"{accepted} and {shape.path(ROUTER)}.weight are accepted; name other modules in target_modules"
 
 
@@ -223,11 +222,13 @@ def validate(
     prefix = module_prefix(file.entries, shape.is_wrapped)
     targets = resolve_targets(parsed, _as_trained(shape, file.entries), time, prefix)
     parameters = resolve_parameters(parsed, shape, time, prefix)
-    _check_disjoint(targets, parameters)
+    _check_disjoint(targets, parameters, shape)
     targets |= {key: parameters.pop(key) for key in [*parameters] if key[1] == ROUTER}
     of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
     of_text = [name for name in file.entries if name not in of_vision]
-    fused_names = match_fused_names([name for name in of_text if parse_fused_name(name) is not None], parameters)
+    fused_names = match_fused_names(
+        [name for name in of_text if parse_fused_name(name) is not None], parameters, shape, prefix
+    )
     names = _match_names([name for name in of_text if parse_fused_name(name) is None], targets, shape, prefix)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape)
@@ -294,17 +295,21 @@ def _ranks(
         for (layer, module), target in targets.items()
         for part in shape.fused.get(module, (module,))
     }
+    fused = {} if shape.experts is None else shape.experts.fused
     for (layer, parameter), target in parameters.items():
-        for name in FUSED_PARAMETERS[parameter]:
+        for name in fused[parameter]:
             ranks |= {(layer, f"experts.{expert}.{name}"): target.rank for expert in range(num_experts)}
     return ranks
 
 
-def _check_disjoint(targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target]) -> None:
+def _check_disjoint(
+    targets: Mapping[tuple[int, str], Target], parameters: Mapping[tuple[int, str], Target], shape: BaseShape
+) -> None:
+    by_parameter = {} if shape.experts is None else shape.experts.fused
     fused = {
         (layer, f"experts.{projection}"): name
         for layer, name in parameters
-        for projection in FUSED_PARAMETERS.get(name, ())
+        for projection in by_parameter.get(name, ())
     }
     for layer, module in targets:
         if (layer, family_of_module(module)) in fused:
@@ -334,8 +339,8 @@ def _match_names(
     for name in tensor_names:
         key = parse_tensor_name(name, shape.modules_by_path)
         entry = "" if key is None else family_of_module(key[1])
-        is_at_its_path = key is None or entry not in EXPERT_MODULES or f".{shape.path(key[1])}." in name
-        if key is None or entry not in modules or not is_at_its_path or not _begins(name, prefix):
+        is_of_base = key is not None and entry in modules and _begins(name, prefix)
+        if key is None or not is_of_base or (entry in EXPERT_MODULES and f".{shape.path(key[1])}." not in name):
             _refuse_tensor(name, shape, prefix)
         elif key in names:
             raise AdapterInvalid(

@@ -113,6 +113,23 @@ void add_rows(const T* x, T* to, int64_t num_rows, int64_t width, float scale, i
     });
 }
 
+// x = x * weight + bias in place, of some columns of each row; null: none.
+template <class T>
+void affine(T* x, int64_t stride, const float* weight, const float* bias, int64_t num_rows, int64_t width,
+            int num_threads) {
+    share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t row = start; row < end; row++)
+            for (int64_t i = 0; i < width; i += kLanes) {
+                const int64_t count = width - i;
+                T* at = x + row * stride + i;
+                Floats value = load(at, count);
+                if (weight) value = value * load(weight + i, count);
+                if (bias) value = value + load(bias + i, count);
+                store(at, value, count);
+            }
+    });
+}
+
 inline Floats silu(Floats x) { return x / (1.0f + exponential(-x)); }
 
 inline Floats gelu_pytorch_tanh(Floats x) {
@@ -154,16 +171,52 @@ void multiply_gate(const T* x, const T* gates, int64_t gate_stride, T* to, int64
     });
 }
 
-template <class T>
-void squared_relu(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads) {
+inline Floats squared_relu(Floats x) {
+    const Floats positive = larger(broadcast(0.0f), x);  // in this order NaN stays
+    return positive * positive;
+}
+
+// to = compute(x), of each element.
+template <class T, class F>
+inline void map_rows(const T* x, T* to, int64_t num_rows, int64_t width, int num_threads, F compute) {
     share_rows(num_rows, width, num_threads, [&](int64_t start, int64_t end) {
-        for (int64_t row = start; row < end; row++)
-            for (int64_t i = 0; i < width; i += kLanes) {
-                const int64_t count = width - i, at = row * width + i;
-                const Floats positive = larger(broadcast(0.0f), load(x + at, count));  // in this order NaN stays
-                store(to + at, positive * positive, count);
-            }
+        for (int64_t i = start * width; i < end * width; i += kLanes) {
+            const int64_t count = end * width - i;
+            store(to + i, compute(load(x + i, count)), count);
+        }
     });
+}
+
+// `xielu` of ../norms.py.
+struct Xielu {
+    float positive, negative, slope, limit;
+    FloatPart operator()(FloatPart x) const {
+        const FloatPart low = -larger(FloatPart{} - limit, -x);  // in this order NaN stays
+        const FloatPart above = positive * x * x, below = (exponential(low) - 1.0f - x) * negative;
+        return (x > 0.0f ? above : below) + slope * x;
+    }
+    template <class V>
+    Two<V> operator()(const Two<V>& x) const {
+        return {(*this)(x.low), (*this)(x.high)};
+    }
+};
+
+enum class Ungated : int64_t { kSquaredRelu, kSilu, kGelu, kXielu };  // in the order of `UNGATED` in ../norms.py
+
+template <class T>
+void activate(Ungated kind, const double* parameters, const T* x, T* to, int64_t num_rows, int64_t width,
+              int num_threads) {
+    const auto with = [&](auto compute) { map_rows(x, to, num_rows, width, num_threads, compute); };
+    switch (kind) {
+        case Ungated::kSquaredRelu:
+            return with([](Floats value) { return squared_relu(value); });
+        case Ungated::kSilu:
+            return with([](Floats value) { return silu(value); });
+        case Ungated::kGelu:
+            return with([](Floats value) { return gelu_pytorch_tanh(value); });
+        case Ungated::kXielu:
+            return with(Xielu{float(parameters[0]), float(parameters[1]), float(parameters[2]), float(parameters[3])});
+    }
 }
 
 // activation(gate) * up. The activation is rounded before the product, as in torch.

@@ -41,7 +41,8 @@ enum class StepKind : int64_t {
     kNarrowLora,
     kByteLinear,
     kCodeLinear,
-    kSquaredRelu
+    kActivate,
+    kAffine
 };
 
 struct StepOperation {
@@ -65,6 +66,7 @@ struct StepOperation {
             const void* weight;
             int64_t weight_is_float;
             double eps;
+            int64_t is_centred;
         } norm;
         struct {
             const void *weight, *bias;
@@ -125,9 +127,14 @@ struct StepOperation {
         struct {
             int64_t gates, width, gate_stride, column;
         } multiply_gate;
-        struct {
-            int64_t width;
-        } squared_relu;
+        struct {  // `count` columns from `column` on; null: none
+            int64_t width, column, count;
+            const float *weight, *bias;
+        } affine;
+        struct {  // `kind`: an `Ungated`
+            int64_t width, kind;
+            double parameters[4];
+        } activate;
         struct {
             const void* layer;
             int64_t width;  // of x
@@ -217,8 +224,12 @@ class Step {
                                         num_threads);
             case StepKind::kMultiplyGate:
                 return multiply_gates(op);
-            case StepKind::kSquaredRelu:
-                return motet::squared_relu(of(op.x), of(op.to), call.num_rows, op.squared_relu.width, num_threads);
+            case StepKind::kActivate:
+                return motet::activate(Ungated(op.activate.kind), op.activate.parameters, of(op.x), of(op.to),
+                                       call.num_rows, op.activate.width, num_threads);
+            case StepKind::kAffine:
+                return motet::affine(of(op.x) + op.affine.column, op.affine.width, op.affine.weight, op.affine.bias,
+                                     call.num_rows, op.affine.count, num_threads);
             case StepKind::kGatedDelta:
                 return recur(op, motet::gated_delta<T>);
             case StepKind::kShortConvolution:
@@ -282,11 +293,14 @@ class Step {
         share_rows(call.num_rows, own.count * own.dim, num_threads, [&](int64_t start, int64_t end) {
             for (int64_t row = start; row < end; row++) {
                 T* x = of(op.x) + row * own.width + own.column;
-                const auto with = [&](auto* weight) {
-                    motet::add_norm<false>((const T*)x, own.dim, (const T*)nullptr, weight, (T*)nullptr, x, own.count,
-                                           own.dim, float(own.eps), 1);
+                const auto with = [&](auto is_centred, auto* weight) {
+                    motet::add_norm<is_centred.value>((const T*)x, own.dim, (const T*)nullptr, weight, (T*)nullptr, x,
+                                                      own.count, own.dim, float(own.eps), 1);
                 };
-                own.weight_is_float ? with((const float*)own.weight) : with((const T*)own.weight);
+                const auto of_kind = [&](auto* weight) {
+                    own.is_centred ? with(std::true_type{}, weight) : with(std::false_type{}, weight);
+                };
+                own.weight_is_float ? of_kind((const float*)own.weight) : of_kind((const T*)own.weight);
             }
         });
     }

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from ..norms import ACTIVATIONS, Activation, ClampedSwiglu
+from ..norms import ACTIVATIONS, Activation, ClampedSwiglu, Ungated
 from .build import kernel
 
 
@@ -67,6 +67,7 @@ class NativeRows:
 
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """See `norms.gated`."""
+        assert not isinstance(activation, Ungated), "an activation of gates"
         stride, unit = gate_up.stride()
         assert gate_up.dtype == self._dtype, "the input has the kernels' dtype"
         if unit != 1:

@@ -12,16 +12,18 @@ import torch
 from ..attention import AttentionBatch
 from ..huge_pages import zeros_in_huge_pages
 from ..lora import PagedAdapter
-from ..norms import ClampedSwiglu
+from ..norms import UNGATED, ClampedSwiglu, Ungated
 from ..plain.expert_lora import HostExpertLoraBatch
 from ..recurrence import StateBatch
 from ..step import (
+    Activate,
     Add,
     AddExpertLora,
     AddGated,
     AddLora,
     AddNarrowLora,
     AddNorm,
+    Affine,
     Attend,
     ChooseExperts,
     CombinePairs,
@@ -36,7 +38,6 @@ from ..step import (
     Operation,
     Program,
     Recur,
-    SquaredRelu,
     TakePairs,
     WriteKV,
 )
@@ -60,7 +61,8 @@ _KINDS = (  # in the order of `StepKind`
     JoinEmbedding,
     AddNarrowLora,
     *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
-    SquaredRelu,
+    Activate,
+    Affine,
 )
 
 
@@ -202,7 +204,14 @@ class NativeStep:
     def _(self, op: Norm) -> list[int]:
         width = self._width(op.x)
         assert op.column + op.count * len(op.weight) <= width, "normed columns are the register's"
-        return [width, op.column, op.count, len(op.weight), *self._weight(op.weight), float_bits(op.eps)]
+        return [width, op.column, op.count, len(op.weight), *self._weight(op.weight), float_bits(op.eps), op.is_centred]
+
+    @_fields.register
+    def _(self, op: Affine) -> list[int]:
+        parts, width = (op.weight, op.bias), self._width(op.x)
+        (count,) = {len(part) for part in parts if part is not None}
+        assert op.column + count <= width, "columns are the register's"
+        return [width, op.column, count, *(0 if part is None else self._address(part.float()) for part in parts)]
 
     @_fields.register
     def _(self, op: Linear) -> list[int]:
@@ -262,6 +271,7 @@ class NativeStep:
 
     @_fields.register
     def _(self, op: Gated) -> list[int]:
+        assert not isinstance(op.activation, Ungated), "an activation of gates"
         width = self._width(op.to) // op.per_row
         assert self._width(op.x) == 2 * width * op.per_row, "gate and up are as wide as their product"
         if isinstance(op.activation, ClampedSwiglu):
@@ -317,9 +327,10 @@ class NativeStep:
         return [op.gate, width, row, op.column]
 
     @_fields.register
-    def _(self, op: SquaredRelu) -> list[int]:
+    def _(self, op: Activate) -> list[int]:
         assert self._width(op.x) == self._width(op.to), "one result for each column"
-        return [self._width(op.to)]
+        parameters = map(float_bits, op.activation.parameters)
+        return [self._width(op.to), [*UNGATED].index(op.activation.name), *parameters]
 
     @_fields.register
     def _(self, op: Recur) -> list[int]:

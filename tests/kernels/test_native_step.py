@@ -19,13 +19,15 @@ from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels
 from motet.kernels.experts import Routing, choose_experts
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.kernels.norms import ACTIVATIONS, ClampedSwiglu, squared_relu
+from motet.kernels.norms import ACTIVATIONS, UNGATED, ClampedSwiglu, Ungated, activate, affine
 from motet.kernels.step import (
+    Activate,
     Add,
     AddExpertLora,
     AddGated,
     AddLora,
     AddNorm,
+    Affine,
     Attend,
     ChooseExperts,
     CombinePairs,
@@ -37,7 +39,6 @@ from motet.kernels.step import (
     Norm,
     Operation,
     Program,
-    SquaredRelu,
     TakePairs,
     WriteKV,
 )
@@ -298,16 +299,42 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing
             torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("has", [(True, False), (False, True), (True, True)])
+def test_columns_with_weights_and_biases_in_a_step(native: tuple[Kernels, torch.dtype], has: tuple[bool, bool]) -> None:
+    """Of norms: of some columns, and layer norms of heads."""
+    kernels, dtype = native
+    if kernels.step is None:
+        pytest.skip("oneDNN's linears serve")
+    generator = torch.Generator().manual_seed(3)
+    table = torch.randn(5, 40, generator=generator).to(dtype)
+    weight, bias = (torch.randn(36, generator=generator) if each else None for each in has)
+    ones = torch.ones(9)
+    operations = Embed(0, table, 1.0), Norm(0, 2, 4, ones, 1e-5, is_centred=True), Affine(0, 2, weight, bias)
+    step = kernels.step.prepare(Program((40,), operations, 0), torch.zeros(1, 1, 1, dtype=dtype))
+    plan = SequencePlan(0, tuple(range(5)), 0, packed([0]), None, None)
+    inputs = make_inputs(StepPlan(0, (plan,), (), ()), {}, BLOCK_SIZE, CPU)
+    output = step.run(inputs.token_ids, inputs.attention, None)
+    expected = table.clone()
+    normed = kernels.add_norm(True)(table[:, 2:38].reshape(-1, 9), None, ones, 1e-5)[0].view(5, 36)
+    expected[:, 2:38] = affine(normed, weight, bias)
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("name", UNGATED)
 @pytest.mark.parametrize("width", [1, 16, 37])
-def test_squared_relu_in_a_step(native: tuple[Kernels, torch.dtype], width: int) -> None:
+def test_activations_without_a_gate_in_a_step(native: tuple[Kernels, torch.dtype], width: int, name: str) -> None:
     kernels, dtype = native
     if kernels.step is None:
         pytest.skip("oneDNN's linears serve")
     table = torch.randn(5, width, generator=torch.Generator().manual_seed(width)).to(dtype)
-    table[2, 0], table[3, -1], table[4, 0] = torch.nan, torch.inf, -torch.inf
-    operations = Embed(0, table, 1.0), SquaredRelu(0, 1), SquaredRelu(1, 1)
+    table[2, 0], table[3, -1] = torch.nan, torch.inf
+    if name == "relu2":  # others give no number, or a large one
+        table[4, 0] = -torch.inf
+    activation = Ungated(name, (0.7, 1.2, 0.4, -0.03) if name == "xielu" else ())
+    operations = Embed(0, table, 1.0), Activate(0, 1, activation), Activate(1, 1, activation)
     step = kernels.step.prepare(Program((width, width), operations, 1), torch.zeros(1, 1, 1, dtype=dtype))
     plan = SequencePlan(0, tuple(range(5)), 0, packed([0]), None, None)
     inputs = make_inputs(StepPlan(0, (plan,), (), ()), {}, BLOCK_SIZE, CPU)
     output = step.run(inputs.token_ids, inputs.attention, None)
-    assert torch.equal(output.nan_to_num(-1.0), squared_relu(squared_relu(table)).nan_to_num(-1.0))
+    expected = activate(activate(table, activation), activation)
+    torch.testing.assert_close(output, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype], equal_nan=True)

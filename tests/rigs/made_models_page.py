@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from motet.workers.models.architectures import WRAPPERS
-from motet.workers.models.families import FAMILIES
+from motet.adapters.adapter import LATENT_EXPERT_MODULES
+from motet.workers.models.families import FAMILIES, WRAPPERS
 from motet.workers.models.family import Family
 
 _BLOCK: Final = re.compile(r"(<!-- made: models -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -57,7 +57,8 @@ def _lora(family: Family) -> str:
     linears = (name for name in _LINEARS if family.has_gates or name != "gate_proj")
     whole = {part: path.rpartition(".")[2] for path, parts in family.fused.items() for part in parts}
     leaves = {name: path.rpartition(".")[2] for name, path in family.paths.items()}
-    names = ((whole.get(name) or leaves.get(name, name)).removesuffix("_proj") for name in linears)
+    names = ((whole.get(name) or leaves.get(name, name)) for name in linears)
+    names = (name if name == "c_proj" else name.removesuffix("_proj") for name in names)
     experts = () if family.experts is None else ("gate, up, down of each expert", "and the router")
     return ", ".join(dict.fromkeys((*names, *recurrent, *experts)))
 
@@ -68,15 +69,18 @@ def _lora_of_experts(family: Family) -> str:
     if family.is_latent:
         attention = ("q_a and q_b or q", "kv_a_proj_with_mqa", "kv_b", "o")
     attention = (*attention, *_RECURRENT[family.recurrent])
-    parts = ["gate, up, down of each expert"]
+    ups = "gate, up" if family.experts.gate else "up"
+    parts = [f"{ups}, down of each expert"]
     if family.experts_beside:
         parts = ["gate, up, down, those of all experts (`target_parameters`), the linears of per-layer embeddings"]
     if family.experts.are_fused:
         parts = ["gate_up, down of all experts (`target_parameters`)"]
-    if _DENSE_KEYS & family.defaults.keys():
+    if family.has_halves or _DENSE_KEYS & family.defaults.keys():
         parts.append("of dense layers")
     if _SHARED_KEYS & family.defaults.keys():
         parts.append("of the shared expert" + (" and its gate" if family.experts.shared_gate else ""))
+    if "moe_latent_size" in family.defaults:
+        parts += LATENT_EXPERT_MODULES
     return f"{', '.join(attention)}, {', '.join(parts)}, and the router"
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
+    ApertusConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Cohere2Config,
@@ -79,17 +80,19 @@ from transformers import (
     Qwen3VLConfig,
     SeedOssConfig,
     SmolLM3Config,
+    Starcoder2Config,
 )
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
-from motet.adapters.adapter import LATENT_MODULES, PER_LAYER_MODULES, RECURRENT_MODULES
+from motet.adapters.adapter import LATENT_EXPERT_MODULES, LATENT_MODULES, PER_LAYER_MODULES, RECURRENT_MODULES
 
 VOCAB_SIZE = 160
 NUM_LAYERS = 3
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 ALL_LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+OF_SOME = (*LATENT_MODULES, *RECURRENT_MODULES, *PER_LAYER_MODULES, *LATENT_EXPERT_MODULES)
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -160,6 +163,8 @@ class Variant:
     sharded: bool = False
     seed: int | None = None
 
+
+FIRST_WRAPPED_SEED = 58  # of `WRAPPED`, which is drawn by place behind the variants that there were
 
 # New ones come last: the others' weights are drawn by their places.
 VARIANTS: Mapping[str, Variant] = {
@@ -689,6 +694,57 @@ VARIANTS: Mapping[str, Variant] = {
         ),
         seed=101,
     ),
+    "nemotron_h_moe": Variant(  # as the large ones: experts of fewer features than the layer
+        lambda: NemotronHConfig(
+            **_without(SHAPE, "rms_norm_eps", "num_hidden_layers"),
+            layers_block_type=["moe", "full_attention", "moe", "linear_attention", "mlp"],
+            layer_norm_epsilon=1e-5,
+            head_dim=16,
+            mamba_num_heads=8,
+            mamba_head_dim=12,
+            n_groups=2,
+            ssm_state_size=10,
+            n_routed_experts=6,
+            num_experts_per_tok=3,
+            moe_intermediate_size=40,
+            moe_shared_expert_intermediate_size=56,
+            moe_latent_size=32,
+            routed_scaling_factor=1.7,
+            n_group=3,
+            topk_group=2,
+            mlp_bias=True,
+        ),
+        seed=103,
+    ),
+    "nemotron_h_experts": Variant(
+        lambda: NemotronHConfig(
+            **_without(SHAPE, "rms_norm_eps", "num_hidden_layers"),
+            layers_block_type=["linear_attention", "full_attention", "moe", "moe"],
+            layer_norm_epsilon=1e-5,
+            head_dim=20,
+            mamba_num_heads=4,
+            mamba_head_dim=16,
+            n_groups=1,
+            ssm_state_size=12,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            moe_shared_expert_intermediate_size=40,
+            norm_topk_prob=False,
+        ),
+        sharded=True,
+    ),
+    "starcoder2": Variant(
+        lambda: Starcoder2Config(**_without(SHAPE, "rms_norm_eps", "tie_word_embeddings"), sliding_window=14), seed=101
+    ),
+    "starcoder2_plain": Variant(
+        lambda: Starcoder2Config(
+            **_without(SHAPE, "rms_norm_eps") | {"num_key_value_heads": 4}, use_bias=False, hidden_act="silu"
+        ),
+        seed=101,
+    ),
+    "apertus": Variant(lambda: ApertusConfig(**SHAPE, head_dim=24, rope_parameters={**LLAMA3_ROPE}), seed=101),
+    "cohere_qk_norm": Variant(lambda: CohereConfig(**COHERE, tie_word_embeddings=True, use_qk_norm=True), seed=101),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {
@@ -864,6 +920,7 @@ GRANITE_NAMES: Mapping[str, str] = {
     "down_proj": "output_linear",
 }
 WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")  # PEFT refuses it
+STARCODER2_NAMES: Mapping[str, str] = {"up_proj": "c_fc", "down_proj": "c_proj"}
 LFM2_NAMES: Mapping[str, str] = {"o_proj": "out_proj", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -894,7 +951,7 @@ RECIPES: tuple[AdapterRecipe, ...] = (
         {
             "r": 16,
             "lora_alpha": 8,
-            "target_modules": [*ALL_LINEAR, *LATENT_MODULES, *RECURRENT_MODULES, *PER_LAYER_MODULES],
+            "target_modules": [*ALL_LINEAR, *OF_SOME],
             "use_rslora": True,
         },
     ),
@@ -903,7 +960,7 @@ RECIPES: tuple[AdapterRecipe, ...] = (
         {
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": [*ALL_LINEAR, *LATENT_MODULES, *RECURRENT_MODULES, *PER_LAYER_MODULES],
+            "target_modules": [*ALL_LINEAR, *OF_SOME],
             "rank_pattern": {"q_proj": 2, "layers.1.mlp.gate_proj": 7, r".*\.0\.mlp\.(up|down)_proj": 5},
             "alpha_pattern": {"k_proj": 3, "layers.2.self_attn.v_proj": 20},
         },
@@ -947,7 +1004,7 @@ def _made_model(name: str, **changes: int) -> Path:
         setattr(config, field_name, value)
     loader = AutoModelForImageTextToText if name in WRAPPED else AutoModelForCausalLM
     model = loader.from_config(config, dtype=torch.float32)
-    place = [*VARIANTS, *WRAPPED].index(name)
+    place = FIRST_WRAPPED_SEED + [*WRAPPED].index(name) if name in WRAPPED else [*VARIANTS].index(name)
     _redraw(model, torch.Generator().manual_seed(place if variant.seed is None else variant.seed))
     model.save_pretrained(folder, max_shard_size="100KB" if variant.sharded else "1GB")
     if variant.legacy_json:
@@ -984,12 +1041,15 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
-    targets: tuple[str, ...] = ATTENTION if has_experts and "shared_mlp" not in names else ALL_LINEAR
-    targets = (*targets, *names.intersection((*LATENT_MODULES, *RECURRENT_MODULES, *PER_LAYER_MODULES)))
+    are_modules = "shared_mlp" in names or base.config.model_type == "nemotron_h"  # those that PEFT finds
+    targets: tuple[str, ...] = ATTENTION if has_experts and not are_modules else ALL_LINEAR
+    linears = {name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
+    targets = (*targets, *linears.intersection(OF_SOME))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
     fused |= GRANITE_NAMES if "shared_mlp" in names else {}
     fused |= LFM2_NAMES if "w1" in names else {}
+    fused |= STARCODER2_NAMES if "c_fc" in names else {}
     if "kv_b_proj" in names:
         queries = "q_b_proj" if "q_b_proj" in names else "q_proj"
         fused |= {"q_proj": queries, "k_proj": "kv_b_proj", "v_proj": "kv_a_proj_with_mqa"}
@@ -1044,6 +1104,11 @@ class Oracle:
 
     def __init__(self, model_path: Path, adapters: Mapping[str, Path]) -> None:
         base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+        # Adapters of a mixed batch need a row for each request, which linears around experts do not get.
+        self._flattens_rows = any(
+            name.endswith(LATENT_EXPERT_MODULES) and isinstance(module, torch.nn.Linear)
+            for name, module in base.named_modules()
+        )
         first, *others = adapters
         with patterns_may_match_nothing():
             model = PeftModel.from_pretrained(base, adapters[first], adapter_name=first)
@@ -1122,6 +1187,8 @@ class Oracle:
     @torch.inference_mode()
     def _last_logits(self, requests: Sequence[Sequence[int]], adapters: Sequence[str | None]) -> list[torch.Tensor]:
         """The logits of one batch, padded at the right, which causal attention does not see."""
+        if self._flattens_rows:
+            return [self.logits(request, own)[-1] for request, own in zip(requests, adapters, strict=True)]
         width = max(len(request) for request in requests)
         token_ids = torch.tensor([[*request, *[0] * (width - len(request))] for request in requests])
         names = ["__base__" if adapter is None else adapter for adapter in adapters]
@@ -1176,7 +1243,7 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
     is_gemma4 = "gemma4" in model.config.model_type
     adds_one = (gemma and not is_gemma4) or model.config.model_type.startswith(("qwen3_5", "qwen3_next"))
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if parameter.dim() == 1 or "norm" in name:
             _draw(parameter, 0.2, generator)  # biases around 0, norms around 1, which some families add by themselves
             if "norm" in name and (not adds_one or "linear_attn" in name):
                 parameter.data += 1.0
@@ -1198,6 +1265,8 @@ def _redraw(model: PreTrainedModel, generator: torch.Generator) -> None:
             _draw(buffer, 0.3, generator)
         elif "layer_scalar" in name:
             buffer.fill_(0.8)
+        elif "act_fn.beta" in name or "act_fn.eps" in name:
+            buffer.fill_(0.35 if "beta" in name else -0.05)
 
 
 def _draw(parameter: torch.Tensor, std: float, generator: torch.Generator) -> None:

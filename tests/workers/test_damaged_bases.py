@@ -64,7 +64,7 @@ def test_tensors_that_are_missing_or_misshapen_are_named(
         others = {other: tensor for other, tensor in stored.items() if other != name}
         with pytest.raises(ValueError, match=r"has no tensor|has no place for") as lacks:
             _load(_with(folder, others, tmp_path / "damaged"))
-        longer = torch.cat([stored[name], stored[name][:1]])
+        longer = torch.cat([stored[name], stored[name][:1]]) if stored[name].dim() else torch.ones(2)
         with pytest.raises(ValueError) as misshapen:
             _load(_with(folder, others | {name: longer}, tmp_path / "damaged"))
         for error in (lacks, misshapen):

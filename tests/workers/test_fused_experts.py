@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
@@ -37,6 +39,7 @@ BLOCKS = {  # where models have their experts, and the router's weight
     "gpt_oss": ("mlp.", "router.weight"),
     "llama4": ("feed_forward.", "router.weight"),
     "granitemoe": ("block_sparse_moe.", "router.weight"),
+    "nemotron_h_moe": ("mixer.", ROUTER),
 }
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH = {"r": 3, "lora_alpha": 6, "target_parameters": [GATE_UP, DOWN]}
@@ -79,6 +82,9 @@ def write_adapter(recipe: str, mixtral: bool, model_path: Path, folder: Path) ->
     else:
         options = RECIPES[recipe]
         block, router = BLOCKS.get(model_path.parent.name[:-1], ("mlp.", ROUTER))
+        if block == "mixer.":  # experts without a gate; layer 0 has no attention, and PEFT refuses `out_proj`
+            options = json.loads(json.dumps(options).replace("gate_up_proj", "up_proj").replace("[0]", "[1]"))
+            options["exclude_modules"] = ["out_proj"]
         named = [name.replace(ROUTER, router).replace("mlp.", block) for name in options.get("target_parameters", ())]
         options = {**options, "target_parameters": named or None}
         if recipe == "all_linear" and block == "feed_forward.":
@@ -129,7 +135,7 @@ class Case:
     scope="module",
     params=[
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"),
-        *("gemma4_moe", "llama4", "granitemoe", "ernie4_5_moe", "deepseek_v3"),
+        *("gemma4_moe", "llama4", "granitemoe", "ernie4_5_moe", "deepseek_v3", "nemotron_h_moe"),
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
@@ -194,6 +200,42 @@ def _assert_exact(case: Case, rig: EngineRig, adapters: tuple[str | None, ...]) 
         assert (logprobs.amax(dim=-1) - chosen).max() < TOLERANCE, f"adapter {adapter}"
         said = torch.tensor([entry.chosen for entry in output.logprobs])
         torch.testing.assert_close(said, chosen, atol=TOLERANCE, rtol=0)
+
+
+def test_a_missing_matrix_is_named_as_in_the_file(case: Case, tmp_path: Path) -> None:
+    shape, path = ModelConfig.from_folder(case.model_path).shape, case.model_path.parent / "both"
+    tensors = load_file(path / "adapter_model.safetensors")
+    for name in tensors:
+        save_file({other: each for other, each in tensors.items() if other != name}, tmp_path / "tensors")
+        with pytest.raises(AdapterInvalid, match=f"lacks tensors.*: {re.escape(name)}$"):
+            validate((path / "adapter_config.json").read_bytes(), tmp_path / "tensors", shape)
+
+
+def test_experts_without_a_gate_one_by_one_are_those_of_all(tmp_path: Path) -> None:
+    """As where each expert is a module; an adapter of some of them is one, too."""
+    folder = tmp_path / "nemotron_h_moe0"
+    shape = ModelConfig.from_folder(write_model("nemotron_h_moe", folder / "model")).shape
+    path = write_adapter("both", False, folder / "model", folder / "both")
+    fused = validate((path / "adapter_config.json").read_bytes(), path / "adapter_model.safetensors", shape)
+    tensors = {
+        f"base_model.model.model.layers.{layer}.mixer.{module}.lora_{letter}.weight": torch.from_numpy(each.copy())
+        for (layer, module), lora in fused.matrices.items()
+        for letter, each in (("A", lora.a), ("B", lora.b))
+    }
+    names = ["experts.up_proj", "experts.down_proj"]
+    assert len(tensors) == 2 * 2 * 2 * 6 and list(fused.module_ranks) == names
+
+    def content(tensors: dict[str, torch.Tensor], targets: list[str]) -> AdapterContent:
+        save_file(tensors, tmp_path / "tensors")
+        config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": targets}
+        return validate(json.dumps(config).encode(), tmp_path / "tensors", shape)
+
+    every = [f"experts.{expert}.{name}_proj" for expert in range(6) for name in ("up", "down")]
+    assert content(tensors, every).digest == fused.digest
+    some = {name: each for name, each in tensors.items() if ".experts.4.up_proj." in name}
+    assert content(some, ["experts.4.up_proj"]).module_ranks == {"experts.4.up_proj": 3}
+    with pytest.raises(AdapterInvalid, match=r"experts\.4\.gate_proj.*is not a LoRA matrix of this base"):
+        content({name.replace("up_proj", "gate_proj"): each for name, each in some.items()}, ["experts.4.up_proj"])
 
 
 def test_targets_of_gpt_oss(tmp_path: Path) -> None:

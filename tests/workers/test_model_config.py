@@ -827,15 +827,34 @@ def test_layers_of_one_half(tmp_path: Path, layers: dict[str, Any]) -> None:
     )
 
 
+def test_layers_of_experts_alone(tmp_path: Path) -> None:
+    """As published: with a key by two names, and one of what rotates nothing."""
+    named_twice = {"layer_norm_epsilon": 1e-5, "norm_eps": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 1.0}
+    experts = {"n_routed_experts": 4, "moe_latent_size": 16, "moe_shared_expert_intermediate_size": 24}
+    raw = NEMOTRON_H | {"hybrid_override_pattern": "ME*E", "mlp_bias": True} | named_twice | experts
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_folder(tmp_path)
+    assert (config.recurrent_layers, config.attention_layers, config.mlp_layers) == ((0,), (2,), ())
+    assert config.experts is not None and config.experts.layers == (False, True, False, True)
+    shape = config.shape
+    assert {layer for layer in range(4) if shape.has(layer, "fc1_latent_proj")} == {1, 3}
+    assert not shape.has(1, "up_proj") and not shape.has(1, "experts.0.gate_proj")
+    assert shape.sides(1, "experts.3.up_proj") == (16, 7688) and shape.sides(1, "fc2_latent_proj") == (16, 32)
+    assert shape.path("experts.3.up_proj") == "mixer.experts.3.up_proj"
+    assert shape.path("shared_expert.up_proj") == "mixer.shared_experts.up_proj"
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({}, "hybrid_override_pattern = None, without layers_block_type"),
         ({"hybrid_override_pattern": "M*x"}, "hybrid_override_pattern = 'M*x'"),
-        ({"hybrid_override_pattern": "M*E"}, "layer_types has 'moe'"),
+        ({"hybrid_override_pattern": "M*E", "n_routed_experts": 0}, "num_experts_per_tok = 2: 1 to 0"),
+        ({"hybrid_override_pattern": "M*E", "n_group": 3}, "n_group = 3: a divisor of 8"),
+        ({"hybrid_override_pattern": "M*E", "norm_eps": 1e-4}, "norm_eps = 0.0001 is not supported"),
         ({"hybrid_override_pattern": "M-"}, "layers with attention and with a recurrent state are needed"),
         ({"hybrid_override_pattern": "*-"}, "layers with attention and with a recurrent state are needed"),
-        ({"hybrid_override_pattern": "M*-", "mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+        ({"hybrid_override_pattern": "M*-", "mlp_hidden_act": "gelu"}, "mlp_hidden_act 'gelu' is not supported"),
         ({"hybrid_override_pattern": "M*-", "mamba_hidden_act": "relu"}, "mamba_hidden_act = 'relu'"),
         ({"hybrid_override_pattern": "M*-", "attention_bias": True}, "attention_bias = True"),
         ({"hybrid_override_pattern": "M*-", "rope_scaling": {"rope_type": "linear"}}, "which rotates nothing"),

@@ -63,6 +63,8 @@ def made(variant: str, name: str, folder: Path, **changes: int) -> tuple[Stock, 
         ("qwen3_5", "int4"),
         ("deepseek_v3", "fp8"),  # as it is published
         ("deepseek_v2", "int4"),
+        ("apertus", "int4"),
+        ("nemotron_h_moe", "fp8"),
     ],
 )
 def test_a_quantised_base_is_the_one_that_its_files_stand_for(variant: str, name: str, tmp_path: Path) -> None:

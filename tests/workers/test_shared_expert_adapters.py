@@ -33,8 +33,8 @@ from motet.workers.wire.messages import AdapterRef, SamplingParams
 BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
-BASES = ("glm4_moe", "deepseek_v3", "qwen2_moe", "qwen3_5_moe", "llama4")
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+BASES = ("glm4_moe", "deepseek_v3", "qwen2_moe", "qwen3_5_moe", "llama4", "nemotron_h_moe")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj")
 RECIPES: dict[str, dict[str, Any]] = {  # which modules, and the rest of the config
     "mlps": {"names": PROJECTIONS, "r": 3, "lora_alpha": 6},
     "gates": {"names": ("shared_expert_gate", "gate", "router"), "r": 2, "lora_alpha": 6, "use_rslora": True},
@@ -50,8 +50,13 @@ ADAPTERS = (None, *RECIPES, "all", None, "mlps")
 def write_adapter(recipe: str, model: Any, folder: Path) -> Path:
     """An upload with random matrices for what a recipe names, which are added to the model's weights."""
     options = {**RECIPES[recipe]}
+    if model.config.model_type == "nemotron_h" and "layers_to_transform" in options:
+        options["layers_to_transform"] = [2]  # which has experts
     names, generator = options.pop("names"), torch.Generator().manual_seed(list(RECIPES).index(recipe))
-    layers, patterns = options.get("layers_to_transform", range(3)), options.get("rank_pattern", {})
+    layers, patterns = (
+        options.get("layers_to_transform", range(len(model.model.layers))),
+        options.get("rank_pattern", {}),
+    )
     tensors, targeted = dict[str, torch.Tensor](), set[str]()
     for name, parameter in model.named_parameters():
         path = name.removesuffix(".weight")
@@ -183,7 +188,7 @@ def test_a_router_is_known_by_its_name_in_the_files_too(tmp_path: Path) -> None:
 def test_a_file_without_matrices_of_a_shared_expert_is_refused(case: Case, tmp_path: Path) -> None:
     model = ModelConfig.from_folder(case.model_path)
     path = write_adapter("mlps", AutoModelForCausalLM.from_pretrained(case.model_path), tmp_path / "a")
-    config = json.loads((path / "adapter_config.json").read_text()) | {"layers_to_transform": [0, 1]}
+    config = json.loads((path / "adapter_config.json").read_text()) | {"layers_to_transform": [0]}
     (path / "adapter_config.json").write_text(json.dumps(config))
     with pytest.raises(AdapterInvalid, match=r"tensors that adapter_config\.json does not target"):
         content_of(path, model)

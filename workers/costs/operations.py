@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...adapters.adapter import EXPERT_MODULES, SHARED_MODULES, name_of
+from ...kernels.norms import XIELU, Ungated
 from ..models.config import ModelConfig
+from ..models.expert_config import ExpertConfig
 from .devices import Device
 
 # Cut along their inputs, the others along their outputs.
@@ -216,12 +218,11 @@ class _Parts:
         if (experts := model.experts) is None:
             return
         layers, hidden, width = sum(experts.layers), model.hidden_size, experts.intermediate_size
-        router, expert = hidden * experts.num_experts, 3 * hidden * width
-        shared = experts.shared_intermediate_size or 0
-        always = router + 3 * hidden * shared + (hidden if shared and experts.shared_is_gated else 0)
+        always, expert, sides = *_expert_products(experts, hidden), 2 + experts.has_gates
         weights = always + self._num_chosen(rows) * expert
         flops = 2 * rows * (always + experts.top_k * expert)
-        between = rows * (experts.num_experts + experts.top_k * (2 * hidden + 3 * width) + 3 * shared + 2 * hidden)
+        pairs, shared = 2 * experts.num_in(hidden) + sides * width, sides * (experts.shared_intermediate_size or 0)
+        between = rows * (experts.num_experts + experts.top_k * pairs + shared + 2 * hidden)
         yield Operation("experts", layers * flops, layers * weights * size, layers * between * size)
 
     def _num_chosen(self, num_rows: float) -> float:
@@ -305,6 +306,14 @@ class _Parts:
         yield Operation("communication", added + squares, 0, num_bytes, num_bytes)
 
 
+def _expert_products(experts: ExpertConfig, hidden: int) -> tuple[int, int]:
+    """Weights of what computes every row in a layer with experts, the router included, and of one expert."""
+    sides, shared = 2 + experts.has_gates, experts.shared_intermediate_size or 0
+    always = hidden * (experts.num_experts + sides * shared + 2 * (experts.latent_size or 0))
+    always += hidden if shared and experts.shared_is_gated else 0
+    return always, sides * experts.num_in(hidden) * experts.intermediate_size
+
+
 def _triangle(num_tokens: int, window: int | None) -> int:
     """Pairs of one of the first tokens and one that it sees."""
     full = min(num_tokens, window or num_tokens)
@@ -358,22 +367,22 @@ def model_size(model: ModelConfig) -> ModelSize:
     dense_bias = sum(n * (ups * width + hidden) for width, n in mlps.items()) * model.mlp_bias
     experts, num_sparse, sparse, chosen = model.experts, 0, 0, 0
     if experts is not None:
-        num_sparse, shared = sum(experts.layers), experts.shared_intermediate_size or 0
-        always = hidden * experts.num_experts + 3 * hidden * shared
-        always += hidden if shared and experts.shared_is_gated else 0
-        per_expert = 3 * hidden * experts.intermediate_size
+        num_sparse, (always, per_expert) = sum(experts.layers), _expert_products(experts, hidden)
         sparse, chosen = always + experts.num_experts * per_expert, always + experts.top_k * per_expert
+        if model.mlp_bias:  # of what computes every row
+            sparse += (1 + experts.has_gates) * (experts.shared_intermediate_size or 0) + hidden
+            sparse += 0 if experts.latent_size is None else experts.latent_size + hidden
         if model.family.experts is not None and model.family.experts.take_turns:  # with biases, and the router too
             sparse += experts.num_experts * (2 * experts.intermediate_size + hidden + 1)
     embedding = model.vocab_size * hidden
     num_attention, family = len(model.attention_layers), model.family
     num_norms = sum(name is not None for name in (family.attention_norm, family.mlp_norm, *(family.post_norms or ())))
-    norms = (layers * num_norms + 1) * hidden
+    norms = (layers * num_norms + 1) * hidden * (1 + family.norms_have_bias)
     norms += sum(
         n
         * (
             kind.query + kind.kv
-            if family.qk_norm_spans_heads
+            if family.qk_norm_spans_heads or family.qk_norm_is_centred
             else (2 if kind.kv else 1) * kind.query // model.num_heads
         )
         for kind, n in kinds.items()
@@ -385,6 +394,7 @@ def model_size(model: ModelConfig) -> ModelSize:
         all_products += 3 * layers * hidden * sizes.input_size
         norms += layers * hidden + sizes.input_size
     small = num_attention * model.num_heads * family.has_sinks  # weights of what is no linear
+    small += 2 * layers * (model.activation == Ungated(XIELU))
     if recurrent is not None:
         num_recurrent = len(model.recurrent_layers)
         *inputs, output = recurrent.modules(hidden).values()

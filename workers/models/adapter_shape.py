@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ...adapters.adapter import (
+    LATENT_EXPERT_MODULES,
     MODULES,
     PER_LAYER_MODULES,
     ROUTER,
@@ -45,20 +46,22 @@ def adapter_shape(config: ModelConfig) -> BaseShape:
     dense_paths = {} if names is None else {each: f"{names.mlp}.{each}" for each in dense}
     if config.sizes is not None:
         return _shape_of_sizes(config, config.sizes)
-    if config.mlp_layers is not None:
-        modules = {
-            name: sides
-            for name, sides in dense.items()
-            if config.mlp_layers and (config.family.has_gates or name != "gate_proj")
-        }
-        return _shape_of(config, attn | modules, some_layers=dict.fromkeys(modules, config.mlp_layers))
+    if not config.family.has_gates:
+        del dense["gate_proj"]
     if experts is None or names is None:
-        return _shape_of(config, attn | dense, paths=dense_paths)
+        if config.mlp_layers is None:
+            return _shape_of(config, attn | dense, paths=dense_paths)
+        modules = dense if config.mlp_layers else {}
+        return _shape_of(config, attn | modules, some_layers=dict.fromkeys(modules, config.mlp_layers))
     shape = experts.shape(names)
     layers = shape.layers
-    dense_layers = tuple(layer for layer in range(config.num_layers) if layer not in layers)
+    dense_layers = config.mlp_layers
+    if dense_layers is None:
+        dense_layers = tuple(layer for layer in range(config.num_layers) if layer not in layers)
     modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
-    some_layers, paths = {ROUTER: layers}, {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
+    some_layers = dict.fromkeys((ROUTER, *LATENT_EXPERT_MODULES), layers)
+    paths = {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
+    paths |= {module: f"{names.mlp}.{module}" for module in LATENT_EXPERT_MODULES}
     if dense_layers or names.beside_dense:
         modules |= dense
         some_layers |= {} if names.beside_dense else dict.fromkeys(dense, dense_layers)

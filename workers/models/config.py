@@ -13,13 +13,13 @@ from typing import Any, Final
 from ...adapters.adapter import (
     BaseShape,
 )
-from ...kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
+from ...kernels.norms import ACTIVATIONS, UNGATED, XIELU, Activation, ClampedSwiglu, Ungated
 from ...kernels.windows import AttentionChunk
 from ..config import KVDtype
 from .adapter_shape import adapter_shape
-from .architectures import WRAPPERS, family_of
 from .config_keys import read_keys
 from .expert_config import ExpertConfig
+from .families import WRAPPERS, family_of
 from .family import Family, Wrapper
 from .latent_config import LatentConfig
 from .layer_sizes import LayerSizes
@@ -130,7 +130,9 @@ class ModelConfig:
         """Indices of the layers with attention."""
         if self.family.recurrent == "parallel_mamba":
             return tuple(range(self.num_layers))
-        without = (*self.recurrent_layers, *(self.mlp_layers or ()))
+        without = {*self.recurrent_layers, *(self.mlp_layers or ())}
+        if self.family.has_halves and self.experts is not None:
+            without |= {layer for layer, has in enumerate(self.experts.layers) if has}
         return tuple(layer for layer in range(self.num_layers) if layer not in without)
 
     @cached_property
@@ -357,9 +359,10 @@ def _activation(values: Mapping[str, Any], family: Family) -> Activation:
     name = values.get(family.activation_key, "silu")
     name = family.activations.get(name, name)
     if not family.has_gates:
-        if name != "relu2":
-            raise ValueError(f"{family.activation_key} {name!r} is not supported: 'relu2' is accepted")
-        return str(name)
+        names = [each for each in UNGATED if each != XIELU or family.defaults.get(family.activation_key) == XIELU]
+        if name not in names:
+            raise ValueError(f"{family.activation_key} {name!r} is not supported: {', '.join(names)} are accepted")
+        return Ungated(name)
     is_clamped = "swiglu_limit" in values
     if name not in ACTIVATIONS or (is_clamped and name != "silu"):
         accepted = "'silu' is" if is_clamped else f"{', '.join(ACTIVATIONS)} are"

@@ -198,6 +198,8 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
             continue
         if key in ("hidden_act", "hidden_activation") and value == raw.get(family.activation_key, value):
             continue  # old files say it by both names
+        if key == "norm_eps" and value == raw.get(family.norm_eps_key):
+            continue  # likewise those of Nemotron-H
         if key == "layer_types" and {*value} == {"full_attention"} and raw.get("sliding_window") is None:
             continue
         raise ValueError(
@@ -270,6 +272,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "sliding_window": ("a whole number from 1 or null", is_whole),
     "rms_norm_eps": _NUMBER,
     "layer_norm_eps": _NUMBER,
+    "norm_epsilon": _NUMBER,
     "hidden_act": _TEXT,
     "hidden_activation": _TEXT,
     "tie_word_embeddings": _FLAG,
@@ -392,6 +395,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "mamba_ssm_cache_dtype": _TEXT,
     "rescale_prenorm_residual": _FLAG,
     "moe_latent_size": _SIZE,
+    "moe_shared_expert_intermediate_size": _SIZE,
     "moe_shared_expert_overlap": _FLAG,
     "q_lora_rank": _SIZE,
     "kv_lora_rank": _SIZE,

@@ -10,19 +10,22 @@ from itertools import count
 import torch
 
 from ...kernels.backend import Kernels, LinearWeight, plain_kernels
+from ...kernels.norms import affine
 from ...kernels.quantised import QuantisedKernels
-from .architectures import VISION_PREFIXES
+from .families import VISION_PREFIXES
 from .latent_attention import LatentAttention
 from .layer_input import load_layer_inputs
-from .layer_loader import load_layer, load_norm, residual_eps
+from .layer_loader import load_layer, residual_eps
+from .layer_reader import load_norm, load_norm_bias
 from .layers import (
     Attention,
     DecoderLayer,
+    ExpertMlp,
     ForwardContext,
     GatedMlp,
     RecurrentMixer,
-    SquaredReluMlp,
     TokenEmbeddings,
+    UngatedMlp,
 )
 from .passes import Pass, alone
 from .scaled_weights import ScaledWeights
@@ -46,6 +49,7 @@ class Decoder:
     embedding_scale: float
     logit_multiplier: float
     norm_is_centred: bool  # a layer norm
+    norm_bias: torch.Tensor | None  # [hidden] float32
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -61,7 +65,8 @@ class Decoder:
             context = replace(context, tokens=TokenEmbeddings(token_ids, x))
         for layer in self.layers:
             x, residual = yield from layer.forward(x, residual, context)
-        return context.kernels.add_norm(self.norm_is_centred)(x, residual, self.norm, self.norm_eps)[0]
+        normed = context.kernels.add_norm(self.norm_is_centred)(x, residual, self.norm, self.norm_eps)[0]
+        return normed if self.norm_bias is None else affine(normed, None, self.norm_bias)
 
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, vocab]` in float32, on every worker."""
@@ -98,15 +103,19 @@ def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: 
     """How many of the layers' linears have weights of four or eight bits in memory."""
     mixers = [layer.attention for layer in layers]
     mixers += [mixer.beside for mixer in mixers if isinstance(mixer, Attention) and mixer.beside is not None]
-    linears = [mixer.output for mixer in mixers]
+    linears = []
     for mixer in mixers:
+        if isinstance(mixer, ExpertMlp):
+            continue
+        assert isinstance(mixer, Attention | LatentAttention | RecurrentMixer | UngatedMlp)
+        linears.append(mixer.output)
         linears += [mixer.qkv] if isinstance(mixer, Attention) else []
         linears += [mixer.inputs] if isinstance(mixer, LatentAttention | RecurrentMixer) else []
-        linears += [mixer.up] if isinstance(mixer, SquaredReluMlp) else []
+        linears += [mixer.up] if isinstance(mixer, UngatedMlp) else []
         linears += [mixer.queries] if isinstance(mixer, LatentAttention) and mixer.queries is not None else []
-    linears += [
-        linear for layer in layers if isinstance(layer.mlp, GatedMlp) for linear in (layer.mlp.gate_up, layer.mlp.down)
-    ]
+    for layer in layers:
+        linears += [layer.mlp.gate_up, layer.mlp.down] if isinstance(layer.mlp, GatedMlp) else []
+        linears += [layer.mlp.up, layer.mlp.output] if isinstance(layer.mlp, UngatedMlp) else []
     count = sum(kernels.takes(linear.weight) for linear in linears)
     _log.info(
         "of %d linears of layers %d have weights of four or eight bits in memory, all else has %s",
@@ -138,6 +147,7 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
     if kernels.quantised is not None:
         _log_bits(layers, kernels.quantised, embedding.dtype)
     norm = load_norm(f"model.{config.family.final_norm}", hidden, sharding, checkpoint)
+    norm_bias = load_norm_bias(f"model.{config.family.final_norm}", hidden, sharding, checkpoint)
     if config.tie_word_embeddings and checkpoint.has_other_head():
         raise ValueError(
             "tie_word_embeddings = true, and lm_head.weight is not the embedding: false in config.json is needed, as "
@@ -172,5 +182,6 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
         embedding_scale=scale * config.embedding_multiplier / config.residual_multiplier,
         logit_multiplier=config.logit_multiplier,
         norm_is_centred=config.family.centred_norms,
+        norm_bias=norm_bias,
         logit_softcap=config.logit_softcap,
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...adapters.adapter import EXPERT_MODULES, NARROW_MODULES, SHARED_MODULES, ExpertShape
+from ...adapters.adapter import EXPERT_MODULES, LATENT_EXPERT_MODULES, NARROW_MODULES, SHARED_MODULES, ExpertShape
 from ...kernels.experts import Routing
 from .family import ExpertNames, Family
 
@@ -28,6 +28,8 @@ class ExpertConfig:
     shared_is_gated: bool  # its output is weighted by a gate of its own
     layers: tuple[bool, ...]  # True: experts, False: a dense MLP
     is_beside: bool = False  # layers with experts have a dense MLP too
+    has_gates: bool = True  # an expert, and the one that computes every row, have a gate
+    latent_size: int | None = None  # features that experts read and give, between two linears; None: hidden ones
 
     def has_dense(self, layer: int) -> bool:
         """Whether a layer has a dense MLP."""
@@ -39,14 +41,22 @@ class ExpertConfig:
         return self.routing.top_k
 
     def routed_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of EXPERT_MODULES."""
-        width, gate, up, down = self.intermediate_size, *EXPERT_MODULES
-        return {gate: (hidden, width), up: (hidden, width), down: (width, hidden)}
+        """Inputs and outputs of EXPERT_MODULES, and of the linears before and behind the experts."""
+        width, num_in, latent = self.intermediate_size, self.num_in(hidden), dict[str, tuple[int, int]]()
+        gate, up, down = EXPERT_MODULES
+        if self.latent_size is not None:
+            latent = dict(zip(LATENT_EXPERT_MODULES, ((hidden, num_in), (num_in, hidden)), strict=True))
+        gates = {gate: (num_in, width)} if self.has_gates else {}
+        return gates | {up: (num_in, width), down: (width, num_in)} | latent
+
+    def num_in(self, hidden: int) -> int:
+        """Features that an expert reads."""
+        return self.latent_size or hidden
 
     def shape(self, names: ExpertNames) -> ExpertShape:
         """What adapters of the experts must fit."""
         layers = tuple(layer for layer, has_experts in enumerate(self.layers) if has_experts)
-        called = dict(zip(EXPERT_MODULES, (names.gate, names.up, names.down), strict=True))
+        called = dict(zip(EXPERT_MODULES[-len(names.ups) - 1 :], (*names.ups, names.down), strict=True))
         return ExpertShape(
             self.num_experts,
             layers,
@@ -61,9 +71,10 @@ class ExpertConfig:
     def shared_modules(self, hidden: int) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of the linears of the expert that computes every row, and of its gate."""
         width = self.shared_intermediate_size or 0
-        sides = ((hidden, width), (hidden, width), (width, hidden))
-        gate = {NARROW_MODULES[0]: (hidden, 1)} if self.shared_is_gated else {}
-        return dict(zip(SHARED_MODULES, sides, strict=True)) | gate
+        sides = dict(zip(SHARED_MODULES, ((hidden, width), (hidden, width), (width, hidden)), strict=True))
+        if not self.has_gates:
+            del sides[SHARED_MODULES[0]]
+        return sides | ({NARROW_MODULES[0]: (hidden, 1)} if self.shared_is_gated else {})
 
     @staticmethod
     def from_values(values: Mapping[str, Any], family: Family) -> ExpertConfig | None:
@@ -78,8 +89,10 @@ class ExpertConfig:
         for key in (*_COUNT_KEYS, *_TOP_KEYS, "moe_intermediate_size"):
             if key in values and values[key] is None:
                 raise KeyError(key)
+        if family.has_halves:
+            return _of_kinds(values, family, family.experts)
         num_experts, step = _first(values, _COUNT_KEYS), _first(values, _STEP_KEYS, 1)
-        top_k, num_layers = _first(values, _TOP_KEYS), int(values["num_hidden_layers"])
+        num_layers = int(values["num_hidden_layers"])
         dense = {int(layer) for layer in values.get("mlp_only_layers") or ()}
         dense |= {*range(_first(values, _DENSE_KEYS, 0))}
         if (last := int(values.get("moe_layer_end_index", -1))) != -1:
@@ -93,28 +106,52 @@ class ExpertConfig:
         )
         if not any(layers):
             return None
-        if not 1 <= top_k <= num_experts:
-            key = next(key for key in _TOP_KEYS if key in values)
-            raise ValueError(f"{key} = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
         width = int(values.get("moe_intermediate_size", values["intermediate_size"]))
-        routing = replace(
-            family.routing,
-            top_k=top_k,
-            is_normalized=family.always_normalized or bool(values.get("norm_topk_prob", False)),
-            num_groups=int(values.get("n_group", 1)),
-            top_groups=int(values.get("topk_group", 1)),
-            scale=float(values.get("routed_scaling_factor", 1.0)),
-        )
-        _check_groups(routing, num_experts)
         return ExpertConfig(
             num_experts=num_experts,
-            routing=routing,
+            routing=_routing(values, family, num_experts),
             intermediate_size=width,
             shared_intermediate_size=_shared_size(values, width),
             shared_is_gated=bool(family.experts.shared_gate),
             layers=layers,
             is_beside=family.experts_beside or family.experts.beside_dense,
         )
+
+
+def _of_kinds(values: Mapping[str, Any], family: Family, names: ExpertNames) -> ExpertConfig | None:
+    """Of layers that have experts and nothing else, by their kinds (Nemotron-H)."""
+    layers = tuple(kind == "moe" for kind in values["layer_types"])
+    if not any(layers):
+        return None
+    num_experts = _first(values, _COUNT_KEYS)
+    return ExpertConfig(
+        num_experts=num_experts,
+        routing=_routing(values, family, num_experts),
+        intermediate_size=values["moe_intermediate_size"],
+        shared_intermediate_size=values["moe_shared_expert_intermediate_size"],
+        shared_is_gated=False,
+        layers=layers,
+        has_gates=bool(names.gate),
+        latent_size=values["moe_latent_size"],
+    )
+
+
+def _routing(values: Mapping[str, Any], family: Family, num_experts: int) -> Routing:
+    """Raises ValueError for numbers that do not fit the experts."""
+    top_k = _first(values, _TOP_KEYS)
+    if not 1 <= top_k <= num_experts:
+        key = next(key for key in _TOP_KEYS if key in values)
+        raise ValueError(f"{key} = {top_k}: 1 to {num_experts}, the number of experts, is accepted")
+    routing = replace(
+        family.routing,
+        top_k=top_k,
+        is_normalized=family.always_normalized or bool(values.get("norm_topk_prob", False)),
+        num_groups=int(values.get("n_group", 1)),
+        top_groups=int(values.get("topk_group", 1)),
+        scale=float(values.get("routed_scaling_factor", 1.0)),
+    )
+    _check_groups(routing, num_experts)
+    return routing
 
 
 def _first(values: Mapping[str, Any], keys: tuple[str, ...], default: int | None = None) -> int:

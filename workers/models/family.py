@@ -21,7 +21,7 @@ class ExpertNames:
     """
 
     block: str
-    gate: str
+    gate: str  # empty: experts have no gate
     up: str
     down: str
     router: str = "gate"
@@ -40,6 +40,11 @@ class ExpertNames:
     def are_stacked(self) -> bool:
         """No file has the experts one by one."""
         return not self.stacked[0].startswith("experts.")
+
+    @property
+    def ups(self) -> tuple[str, ...]:
+        """What reads an expert's input."""
+        return (self.gate, self.up) if self.gate else (self.up,)
 
     @property
     def prefix(self) -> str:
@@ -80,7 +85,10 @@ class Family:
     qk_norm_has_weights: bool = True  # without, only layers that rotate q and k have it
     qk_norm_spans_heads: bool = False  # it is over all heads of q, and all of k, at once
     norm_offset: float = 0.0  # added to the stored weights of all norms
-    centred_norms: bool = False  # norms of the residual are layer norms without bias, not RMS norms
+    centred_norms: bool = False  # norms of the residual are layer norms, not RMS norms
+    norms_have_bias: bool = False
+    qk_norm_is_centred: bool = False  # it is a layer norm over each head, with weights of each
+    qk_norm_is_last: bool = False  # it is behind the rotary embedding, which leaves its means as they are
     wide_norms: bool = False  # norms are multiplied by their weights in float32
     has_sinks: bool = False  # `self_attn.sinks`, a score of each head that has no value
     attention_norm: str | None = "input_layernorm"  # name of the norm before attention; None: none
@@ -130,7 +138,9 @@ class Family:
     @property
     def norm_eps_key(self) -> str:
         return next(
-            key for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon") if key in self.defaults
+            key
+            for key in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "layer_norm_epsilon", "norm_epsilon")
+            if key in self.defaults
         )
 
 

@@ -13,7 +13,7 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch
-from ...kernels.norms import Activation, scale_to_unit, squared_relu
+from ...kernels.norms import Activation, Ungated, activate, affine, scale_to_unit
 from ...kernels.recurrence import LayerState, Rule, StateBatch
 from ..parallel import Parallel
 from .passes import Pass
@@ -97,17 +97,25 @@ class NarrowLinear(LoraLinear):
 
 @dataclass(frozen=True)
 class HeadNorm:
-    """RMS norm over each head of q and of k (Qwen3, Gemma 3), or over all heads of each at once (OLMo 2)."""
+    """A norm over each head of q and of k (Qwen3, Gemma 3), or over all heads of each at once (OLMo 2)."""
 
     q: torch.Tensor  # [head_dim], or [this worker's columns of q]
     k: torch.Tensor
     eps: float
     spans_heads: bool = False
     v: torch.Tensor | None = None  # [head_dim] ones; None: v is not normed (it is in Gemma 4)
+    # Layer norms, and what each column of q and of k is multiplied by behind them (Cohere); None: RMS norms.
+    of_columns: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, context: ForwardContext) -> tuple[torch.Tensor, torch.Tensor]:
         """Of q and k `[num_rows, heads, head_dim]`; k may have no heads."""
         norm, parallel = context.kernels.rms_norm, context.parallel
+        if self.of_columns is not None:
+            centred = context.kernels.add_norm(True)
+            normed = (centred(x.flatten(0, 1), None, self.q, self.eps)[0].view(len(x), -1) for x in (q, k))
+            both = (affine(x, weight, None) for x, weight in zip(normed, self.of_columns, strict=True))
+            q, k = (x.view(each.shape) for x, each in zip(both, (q, k), strict=True))
+            return q, k
         if not self.spans_heads:
             return norm(q, self.q, self.eps), norm(k, self.k, self.eps) if k.shape[1] else k
         all_q, all_k = q.flatten(1), k.flatten(1)
@@ -140,6 +148,7 @@ class Attention:
     is_gated: bool = False  # before q there is a gate of the output
     sinks: torch.Tensor | None = None  # [num_heads] float32
     beside: RecurrentMixer | None = None  # what reads the same input, and is added (Falcon-H1)
+    query_factors: torch.Tensor | None = None  # [num_heads * head_dim] float32, behind the rotary embedding (Hunyuan)
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
         kernels, batch = context.kernels, context.attention
@@ -156,6 +165,8 @@ class Attention:
                 v = kernels.rms_norm(v, self.head_norm.v, self.head_norm.eps)
         kv = context.kv[self.kv_index]
         q = kernels.write_kv(q, k, v, context.rotary[layer], kv, batch)
+        if self.query_factors is not None:
+            q = affine(q.flatten(1), self.query_factors, None).view(q.shape)
         attended = kernels.paged_attention(q, kv, batch, self.scale, self.window, self.softcap, self.sinks)
         attended = attended.flatten(1)
         if gate is not None:
@@ -202,9 +213,6 @@ class RecurrentMixer:
 class Mixer(Protocol):
     """The first half of a layer: this worker's partial sum, `[num_rows, hidden]`."""
 
-    @property
-    def output(self) -> LoraLinear: ...
-
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor: ...
 
 
@@ -228,14 +236,15 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
-class SquaredReluMlp:
-    """output(relu(up(x))²), which has no gate."""
+class UngatedMlp:
+    """output(activation(up(x)))."""
 
     up: LoraLinear
     output: LoraLinear
+    activation: Ungated
 
     def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        return self.output(squared_relu(self.up(x, layer, context)), layer, context)
+        return self.output(activate(self.up(x, layer, context), self.activation), layer, context)
 
 
 class LayerEnd(Protocol):
@@ -247,7 +256,7 @@ class LayerEnd(Protocol):
 @dataclass(frozen=True)
 class DecoderLayer:
     index: int
-    attention: Mixer  # where layers have one half alone: that, which may be an MLP
+    attention: Mixer  # where layers have one half alone: that, which may be an MLP, or experts
     mlp: Mlp | None
     attention_norm: torch.Tensor | None  # [hidden]; None: attention reads the residual
     mlp_norm: torch.Tensor | None
@@ -258,6 +267,7 @@ class DecoderLayer:
     is_parallel: bool = False  # the MLP has the input that attention has
     beside: ExpertsBeside | None = None
     end: LayerEnd | None = None
+    norm_biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)  # of attention_norm and mlp_norm
     scalar: float = 1.0  # of the layer's output
 
     def forward(
@@ -265,13 +275,14 @@ class DecoderLayer:
     ) -> Pass[tuple[torch.Tensor, torch.Tensor | None]]:
         """The layer's output, and the residual that it is not yet added to, each `[num_rows, hidden]`; None: it is."""
         kernels = context.kernels
-        first, residual = self._enter(x, residual, self.attention_norm, kernels)
+        bias, mlp_bias = self.norm_biases
+        first, residual = self._enter(x, residual, self.attention_norm, bias, kernels)
         x = yield self.attention(first, self.index, context)
         if self.attention_post_norm is not None:
             x = kernels.rms_norm(x, self.attention_post_norm, self.norm_eps)
         if self.mlp is None:
             return x, residual
-        x, residual = self._enter(x, residual, self.mlp_norm, kernels)
+        x, residual = self._enter(x, residual, self.mlp_norm, mlp_bias, kernels)
         x = yield self.mlp(first if self.is_parallel else x, self.index, context)
         if self.beside is not None:
             x = yield from self.beside(x, residual, self.index, context)
@@ -290,31 +301,43 @@ class DecoderLayer:
         return self.end is not None or self.scalar != 1.0
 
     def _enter(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor | None, kernels: Kernels
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        kernels: Kernels,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The input of a half of the layer, and the residual with x added."""
         if norm is not None:
-            return kernels.add_norm(self.centred_norms)(x, residual, norm, self.norm_eps)
+            normed, total = kernels.add_norm(self.centred_norms)(x, residual, norm, self.norm_eps)
+            return normed if bias is None else affine(normed, None, bias), total
         total = x if residual is None else x + residual
         return total, total
 
 
 # One worker's part of a layer's mixture of experts.
 
-EXPERT_GATE_UP, EXPERT_DOWN = (0, 1), (2,)  # indices in EXPERT_MODULES
+EXPERT_GATE_UP, EXPERT_UP, EXPERT_DOWN = (0, 1), (1,), (2,)  # indices in EXPERT_MODULES
+
+
+def _inner(gate_up: torch.Tensor, activation: Activation, kernels: Kernels) -> torch.Tensor:
+    """What an expert's down projection reads, of gates and ups or of ups alone."""
+    return activate(gate_up, activation) if isinstance(activation, Ungated) else kernels.gated(gate_up, activation)
 
 
 @dataclass(frozen=True)
 class SharedExpert:
     """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE) or as it is (DeepSeek)."""
 
-    gate_up: WideLinear  # to 2 * this worker's features
+    gate_up: WideLinear  # to 2 * this worker's features, or without a gate as many
     down: WideLinear
     gate: NarrowLinear | None  # to 1
 
     def __call__(self, x: torch.Tensor, layer: int, activation: Activation, context: ForwardContext) -> torch.Tensor:
         """This worker's partial sum."""
-        y = self.down(context.kernels.gated(self.gate_up(x, layer, context), activation), layer, context)
+        inner = _inner(self.gate_up(x, layer, context), activation, context.kernels)
+        y = self.down(inner, layer, context)
         return y if self.gate is None else self.gate(x, layer, context).sigmoid() * y
 
 
@@ -327,7 +350,7 @@ class ExpertMlp:
     """
 
     router: NarrowLinear  # its outputs are the scores of the experts
-    gate_up: ExpertWeight  # [this worker's experts, 2 * its features, hidden]
+    gate_up: ExpertWeight  # [this worker's experts, 2 * its features, hidden]; without a gate as many as features
     down: ExpertWeight  # [this worker's experts, hidden, its features]
     first: int  # index of this worker's first expert
     num_experts: int  # of this worker
@@ -339,6 +362,14 @@ class ExpertMlp:
     gate_up_bias: torch.Tensor | None = None  # [this worker's experts, 2 * its features]
     down_bias: torch.Tensor | None = None  # [this worker's experts, hidden], once where workers share features
     factors: torch.Tensor | None = None  # [num_experts] float32, of the experts' weights
+    # Experts read what the first gives, of fewer features than hidden, and their sum goes through the second, which is
+    # linear (Nemotron-H). None: they read x.
+    latent: tuple[WideLinear, WideLinear] | None = None
+
+    @property
+    def up_modules(self) -> tuple[int, ...]:
+        """Indices in EXPERT_MODULES of what `gate_up` computes."""
+        return EXPERT_UP if isinstance(self.activation, Ungated) else EXPERT_GATE_UP
 
     def __call__(
         self, x: torch.Tensor, layer: int, context: ForwardContext, routed: torch.Tensor | None = None
@@ -352,18 +383,20 @@ class ExpertMlp:
         adapters = None
         if context.expert_lora is not None:
             adapters = context.kernels.expert_lora.of_pairs(context.expert_lora, groups, self.first)
-        pairs = x[groups.rows]
+        pairs = (x if self.latent is None else self.latent[0](x, layer, context))[groups.rows]
         if self.routing.scales_inputs:
             pairs = pairs * groups.weights.to(x.dtype).unsqueeze(1)
             groups = replace(groups, weights=torch.ones_like(groups.weights))
         gate_up = kernels.linear(pairs, self.gate_up, groups, self.gate_up_bias)
         if adapters is not None:
-            lora.add(gate_up, pairs, context.pool, layer, adapters, EXPERT_GATE_UP)
-        inner = context.kernels.gated(gate_up, self.activation)
+            lora.add(gate_up, pairs, context.pool, layer, adapters, self.up_modules)
+        inner = _inner(gate_up, self.activation, context.kernels)
         down = kernels.linear(inner, self.down, groups, self.down_bias)
         if adapters is not None:
             lora.add(down, inner, context.pool, layer, adapters, EXPERT_DOWN)
         y = kernels.combine(down, groups, len(x))
+        if self.latent is not None:
+            y = self.latent[1](y, layer, context)
         if self.dense is not None:
             y = y + self.dense(x, layer, context)
         if self.shared is not None:

@@ -275,7 +275,7 @@ def kinds_of_layers(family: Family) -> tuple[str, ...]:
         "mamba": ("linear_attention", "mamba", "attention"),
         "parallel_mamba": (),
     }
-    return (*kinds.get(family.recurrent, ("linear_attention",)), *(("mlp",) if family.has_halves else ()))
+    return (*kinds.get(family.recurrent, ("linear_attention",)), *(("mlp", "moe") if family.has_halves else ()))
 
 
 def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig | None:

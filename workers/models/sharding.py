@@ -232,7 +232,8 @@ class ModelSharding:
         if experts is None:
             return {"intermediate features": self.config.intermediate_size}
         counts = {"features of the shared expert": experts.shared_intermediate_size or 0}
-        if any(map(experts.has_dense, range(self.config.num_layers))):
+        dense_layers = range(self.config.num_layers) if self.config.mlp_layers is None else self.config.mlp_layers
+        if any(map(experts.has_dense, dense_layers)):
             counts["intermediate features"] = self.config.intermediate_size
         if self.expert_sharding == "tensor":
             counts["features of an expert"] = experts.intermediate_size

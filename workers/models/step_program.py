@@ -12,14 +12,17 @@ import torch
 from ...adapters.adapter import EXPERT_MODULES
 from ...kernels.attention import LayerKV
 from ...kernels.backend import Kernels
+from ...kernels.norms import Activation, Ungated
 from ...kernels.recurrence import LayerState
 from ...kernels.step import (
+    Activate,
     Add,
     AddExpertLora,
     AddGated,
     AddLora,
     AddNarrowLora,
     AddNorm,
+    Affine,
     Attend,
     ChooseExperts,
     CombinePairs,
@@ -34,7 +37,6 @@ from ...kernels.step import (
     Operation,
     Program,
     Recur,
-    SquaredRelu,
     Step,
     TakePairs,
     WriteKV,
@@ -45,7 +47,6 @@ from .latent_attention import LatentAttention
 from .layer_input import LayerInput
 from .layers import (
     EXPERT_DOWN,
-    EXPERT_GATE_UP,
     Attention,
     DecoderLayer,
     ExpertMlp,
@@ -53,7 +54,7 @@ from .layers import (
     LoraLinear,
     NarrowLinear,
     RecurrentMixer,
-    SquaredReluMlp,
+    UngatedMlp,
 )
 
 _log = logging.getLogger(__name__)
@@ -71,7 +72,8 @@ PADDED_SCORES, PADDED_GATE = 19, 20  # what adapters add to scores and gates
 EMBEDDED, OWN, INPUT_GATE, JOINED, INPUT = range(21, 26)
 ROUTED, EXPERTS = 26, 27  # of experts beside a dense MLP
 BESIDE = 28
-NUM_NAMES = 29
+LATENT, LATENT_SUM = 29, 30  # what experts read and give, where they have fewer features
+NUM_NAMES = 31
 
 
 def prepare_step(
@@ -131,8 +133,10 @@ def program_of(
             if mixer.beside is not None:
                 beside = _recurrence(mixer.beside, x, layer.index, states[mixer.beside.state_index], BESIDE)
                 mixing = chain(beside, mixing, [Add(BESIDE, OUTPUT)])
-        elif isinstance(mixer, SquaredReluMlp):
-            mixing = _squared_relu(mixer, x, layer.index)
+        elif isinstance(mixer, UngatedMlp):
+            mixing = _ungated(mixer, x, layer.index)
+        elif isinstance(mixer, ExpertMlp):
+            mixing = _experts(mixer, layer, x, x, OUTPUT)
         else:
             assert isinstance(mixer, RecurrentMixer)
             mixing = _recurrence(mixer, x, layer.index, states[mixer.state_index], OUTPUT)
@@ -144,6 +148,8 @@ def program_of(
         operations.append(AddNorm(RESIDUAL, None, NORMED, *norm))
     else:
         operations.append(AddNorm(OUTPUT, RESIDUAL, NORMED, *norm))
+    if decoder.norm_bias is not None:
+        operations.append(Affine(NORMED, 0, None, decoder.norm_bias))
     by_register = {register: width for (_, width), register in registers.items()}
     return Program(
         tuple(by_register.get(register, 0) for register in range(max(by_register) + 1)), tuple(operations), NORMED
@@ -175,16 +181,19 @@ def _widths(layer: DecoderLayer, hidden: int) -> dict[int, int]:
     if isinstance(mixer, Attention):
         query = mixer.num_heads * mixer.head_dim
         widths |= {QKV: mixer.qkv.weight.num_out, ROTATED: query, ATTENDED: query}
-    if isinstance(mixer, SquaredReluMlp):
-        widths |= {INNER: mixer.up.weight.num_out}
+    for half in (mixer, mlp):
+        if isinstance(half, UngatedMlp):
+            widths |= {INNER: half.up.weight.num_out}
+    if isinstance(mixer, ExpertMlp):
+        mlp = mixer
     if isinstance(mlp, GatedMlp):
         widths |= {GATE_UP: mlp.gate_up.weight.num_out, INNER: mlp.down.weight.num_in}
     if layer.beside is not None:
         mlp, widths = layer.beside.experts, widths | {ROUTED: hidden, EXPERTS: hidden}
     if isinstance(mlp, ExpertMlp):
-        gate_up, inner, pairs = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k
+        gate_up, inner, pairs, read = mlp.gate_up.num_out, mlp.down.num_in, mlp.routing.top_k, mlp.down.num_out
         widths |= {SCORES: mlp.num_experts, PADDED_SCORES: mlp.router.padded_out}
-        widths |= {PAIRS: pairs * hidden, PAIRS_OUTPUT: pairs * hidden}
+        widths |= {PAIRS: pairs * read, PAIRS_OUTPUT: pairs * read, LATENT: read, LATENT_SUM: read}
         widths |= {PAIRS_GATE_UP: pairs * gate_up, PAIRS_INNER: pairs * inner}
         if mlp.dense is not None:
             widths |= {GATE_UP: mlp.dense.gate_up.weight.num_out, INNER: mlp.dense.down.weight.num_in}
@@ -212,13 +221,18 @@ def _attention(attention: Attention, x: int, layer: int, rotary: torch.Tensor, k
     yield from _linear(attention.qkv, x, QKV, layer)
     if attention.head_norm is not None:
         norm, kv_width = attention.head_norm, heads.num_kv_heads * heads.head_dim
-        yield Norm(QKV, column, query // len(norm.q), norm.q, norm.eps)
+        is_centred = norm.of_columns is not None
+        yield Norm(QKV, column, query // len(norm.q), norm.q, norm.eps, is_centred)
         if attention.has_kv:
-            yield Norm(QKV, column + query, kv_width // len(norm.k), norm.k, norm.eps)
+            yield Norm(QKV, column + query, kv_width // len(norm.k), norm.k, norm.eps, is_centred)
+        if norm.of_columns is not None:
+            yield Affine(QKV, column, torch.cat(norm.of_columns))
         if attention.has_kv and norm.v is not None:
             yield Norm(QKV, column + query + kv_width, heads.num_kv_heads, norm.v, norm.eps)
     written = heads if attention.has_kv else replace(heads, num_kv_heads=0)
     yield WriteKV(QKV, ROTATED, written, rotary, kv, column)
+    if attention.query_factors is not None:
+        yield Affine(ROTATED, 0, attention.query_factors)
     scores = (attention.scale, attention.window, attention.softcap, attention.sinks)
     yield Attend(ROTATED, ATTENDED, heads, kv, *scores)
     if attention.is_gated:
@@ -232,22 +246,23 @@ def _recurrence(mixer: RecurrentMixer, x: int, layer: int, state: LayerState, to
     yield from _linear(mixer.output, MIXED, to, layer)
 
 
-def _squared_relu(mlp: SquaredReluMlp, x: int, layer: int) -> Iterator[Operation]:
+def _ungated(mlp: UngatedMlp, x: int, layer: int) -> Iterator[Operation]:
     yield from _linear(mlp.up, x, INNER, layer)
-    yield SquaredRelu(INNER, INNER)
+    yield Activate(INNER, INNER, mlp.activation)
     yield from _linear(mlp.output, INNER, OUTPUT, layer)
 
 
 def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> Iterator[Operation]:
     """`mixing`: attention, or what a layer has in its place."""
     eps = layer.norm_eps
-    yield from _enter(layer, layer.attention_norm, is_added=is_added)
+    bias, mlp_bias = layer.norm_biases
+    yield from _enter(layer, layer.attention_norm, bias, is_added=is_added)
     yield from mixing
     if layer.attention_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.attention_post_norm, eps)
     if layer.mlp is None:
         return
-    yield from _enter(layer, layer.mlp_norm)
+    yield from _enter(layer, layer.mlp_norm, mlp_bias)
     yield from _mlp(layer, _input(layer.attention_norm if layer.is_parallel else layer.mlp_norm))
     if layer.mlp_post_norm is not None:
         yield Norm(OUTPUT, 0, 1, layer.mlp_post_norm, eps)
@@ -265,11 +280,15 @@ def _layer(layer: DecoderLayer, mixing: Iterator[Operation], is_added: bool) -> 
         yield Add(OUTPUT, RESIDUAL, layer.scalar)
 
 
-def _enter(layer: DecoderLayer, norm: torch.Tensor | None, *, is_added: bool = False) -> Iterator[Operation]:
+def _enter(
+    layer: DecoderLayer, norm: torch.Tensor | None, bias: torch.Tensor | None, *, is_added: bool = False
+) -> Iterator[Operation]:
     """Adds the output of the half before to the residual, unless it is in there, and norms the sum."""
     if norm is not None:
         x, residual = (RESIDUAL, None) if is_added else (OUTPUT, RESIDUAL)
         yield AddNorm(x, residual, NORMED, norm, layer.norm_eps, layer.centred_norms)
+        if bias is not None:
+            yield Affine(NORMED, 0, None, bias)
     elif not is_added:
         yield Add(OUTPUT, RESIDUAL)
 
@@ -288,22 +307,29 @@ def _mlp(layer: DecoderLayer, x: int) -> Iterator[Operation]:
             yield Norm(EXPERTS, 0, 1, beside.post_norm, beside.eps)
             yield Add(EXPERTS, OUTPUT)
         return
+    if isinstance(mlp, UngatedMlp):
+        yield from _ungated(mlp, x, layer.index)
+        return
     assert isinstance(mlp, ExpertMlp)
     yield from _experts(mlp, layer, x, x, OUTPUT)
 
 
 def _experts(mlp: ExpertMlp, layer: DecoderLayer, x: int, routed: int, to: int) -> Iterator[Operation]:
     """`routed`: what the router reads."""
-    hidden, inner = mlp.down.num_out, mlp.down.num_in
+    read, inner = mlp.down.num_out, mlp.down.num_in
     yield from _narrow(mlp.router, routed, SCORES, PADDED_SCORES, layer.index)
     yield ChooseExperts(SCORES, mlp.routing, mlp.choice_bias, mlp.factors)
-    yield TakePairs(x, PAIRS, mlp.routing.scales_inputs)
+    if mlp.latent is not None:
+        yield from _linear(mlp.latent[0], x, LATENT, layer.index)
+    yield TakePairs(x if mlp.latent is None else LATENT, PAIRS, mlp.routing.scales_inputs)
     yield ExpertLinear(PAIRS, PAIRS_GATE_UP, mlp.gate_up, mlp.gate_up_bias)
-    yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, EXPERT_GATE_UP, hidden, inner)
-    yield Gated(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
+    yield _expert_lora(PAIRS, PAIRS_GATE_UP, layer.index, mlp.up_modules, read, inner)
+    yield _inner(PAIRS_GATE_UP, PAIRS_INNER, mlp.activation, mlp.routing.top_k)
     yield ExpertLinear(PAIRS_INNER, PAIRS_OUTPUT, mlp.down, mlp.down_bias)
-    yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, hidden)
-    yield CombinePairs(PAIRS_OUTPUT, to)
+    yield _expert_lora(PAIRS_INNER, PAIRS_OUTPUT, layer.index, EXPERT_DOWN, inner, read)
+    yield CombinePairs(PAIRS_OUTPUT, to if mlp.latent is None else LATENT_SUM)
+    if mlp.latent is not None:
+        yield from _linear(mlp.latent[1], LATENT_SUM, to, layer.index)
     if (dense := mlp.dense) is not None:
         yield from _linear(dense.gate_up, x, GATE_UP, layer.index)
         yield Gated(GATE_UP, INNER, dense.activation)
@@ -311,13 +337,17 @@ def _experts(mlp: ExpertMlp, layer: DecoderLayer, x: int, routed: int, to: int) 
         yield Add(SHARED_OUTPUT, to)
     if (shared := mlp.shared) is not None:
         yield from _linear(shared.gate_up, x, SHARED_GATE_UP, layer.index)
-        yield Gated(SHARED_GATE_UP, SHARED_INNER, mlp.activation)
+        yield _inner(SHARED_GATE_UP, SHARED_INNER, mlp.activation, 1)
         yield from _linear(shared.down, SHARED_INNER, SHARED_OUTPUT, layer.index)
         if shared.gate is None:
             yield Add(SHARED_OUTPUT, to)
         else:
             yield from _narrow(shared.gate, x, SHARED_GATE, PADDED_GATE, layer.index)
             yield AddGated(SHARED_OUTPUT, SHARED_GATE, to)
+
+
+def _inner(x: int, to: int, activation: Activation, per_row: int) -> Operation:
+    return Activate(x, to, activation) if isinstance(activation, Ungated) else Gated(x, to, activation, per_row)
 
 
 def _expert_lora(x: int, to: int, layer: int, modules: tuple[int, ...], num_in: int, num_out: int) -> AddExpertLora:

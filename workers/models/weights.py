@@ -124,8 +124,10 @@ class Checkpoint:
         if stored_shape != shape:
             raise ValueError(f"tensor {name!r} has shape {stored_shape}: config.json needs {shape}")
         check_float(name, stored.get_dtype())
-        if columns is None:
-            tensor: torch.Tensor = stored[slice(*rows)] if rows is not None else stored[:]
+        if not shape:
+            tensor: torch.Tensor = location.file.get_tensor(location.name)  # type: ignore[no-untyped-call]
+        elif columns is None:
+            tensor = stored[slice(*rows)] if rows is not None else stored[:]
         else:
             tensor = stored[slice(*rows) if rows is not None else slice(None), slice(*columns)]
         if self._on_progress is not None:
