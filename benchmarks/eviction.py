@@ -71,7 +71,7 @@ class Gang:
     def __init__(self, idle: IdleOrder, has_host_tier: bool) -> None:
         self._page_s = COPY_S if has_host_tier else COMPUTE_S
         self._idle = idle
-        self._memory = PagedMemory(NUM_PAGES, lambda: COPY_S, lambda _: self._page_s, idle)
+        self._memory = PagedMemory(NUM_PAGES, lambda: COPY_S, lambda *_: self._page_s, idle)
         self._running: list[tuple[float, int, Request, list[int]]] = []
         self._number = 0
         self._filled: dict[int, int] = {}  # pages by conversation, that were once computed

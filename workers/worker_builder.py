@@ -362,7 +362,7 @@ def tier_sizes(config: EngineConfig, geometry: PoolGeometry) -> TierSizes:
 
     All workers of a gang have pages of one size. Where the config leaves host memory open, machines may differ.
     """
-    if not config.prefix_cache or geometry.state.num_pages:  # KV without its state would be of no use
+    if not config.prefix_cache:
         return TierSizes()
     host_bytes = config.kv_host_bytes
     if host_bytes is None:

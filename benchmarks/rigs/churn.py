@@ -79,7 +79,7 @@ class LeastRecent(IdleOrder):
 
 def hit_rate(make_order: Callable[[], IdleOrder], churn: Churn, num_requests: int, hints: bool, seed: int = 1) -> float:
     """Share of requests that find their adapter in the pool. `hints`: the gang learns which adapters are outdated."""
-    memory = PagedMemory(NUM_PAGES, lambda: COST_S, lambda key: COST_S, make_order())
+    memory = PagedMemory(NUM_PAGES, lambda: COST_S, lambda *_: COST_S, make_order())
     num_found = 0
     for digest, outdated in churn.draw(num_requests, seed):
         if hints and outdated is not None:

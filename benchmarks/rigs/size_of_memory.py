@@ -13,7 +13,7 @@ _NUM_CALLS = 4
 
 def make_room_ms(num_wanted: int) -> float:
     """CPU milliseconds of a call that evicts half of so many idle adapters, all of them wanted soon."""
-    memory = PagedMemory(num_wanted * PAGES_OF_ADAPTER, lambda: 1e-3, lambda _: 1e-3)
+    memory = PagedMemory(num_wanted * PAGES_OF_ADAPTER, lambda: 1e-3, lambda *_: 1e-3)
     digests = [f"adapter-{number}" for number in range(num_wanted)]
     spent_s = 0.0
     for _ in range(_NUM_CALLS):

@@ -82,11 +82,6 @@ def check_sizes(config: MotetConfig) -> list[str]:
             f"the context is {model.max_model_len} tokens, as max_position_embeddings in config.json says: its rotary "
             f"embedding is stretched to {model.longest}; max_position_embeddings = {model.longest} there serves them"
         )
-    if model.recurrent is not None and (config.memory.kv_host_bytes or config.memory.kv_disk_bytes):
-        warnings.append(
-            "--kv-host-bytes and --kv-disk-bytes have no effect: layers of this base have a recurrent state, which "
-            "the pool alone keeps"
-        )
     limits = config.step_limits
     if limits.max_num_sequences > limits.max_tokens_per_step:
         warnings.append(

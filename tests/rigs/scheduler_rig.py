@@ -82,7 +82,7 @@ class Worker:
         self.sequence_of: Callable[[int], GrowingSequence] | None = None  # to know whose KV a plan means
         self._kv: dict[tuple[int, int], Any] = {}  # by page and place in it
         self._full: dict[tuple[int, int], object] = {}  # of full layers, by entry of a page table and place
-        self._tiers: dict[tuple[str, int], list[object]] = {}  # what each page of a tier behind the pool holds
+        self._tiers: dict[tuple[str, int], list[Any]] = {}  # what each page of a tier behind the pool holds
         self._moving: list[PageMove] = []
         self._keys: dict[tuple[object, ...], PageKey] = {}  # by a page's last KV
         self.failing_tiers: set[str] = set()
@@ -176,12 +176,13 @@ class Worker:
 
     def check_residence(self, s: Scheduler) -> None:
         """Checks that pages which the scheduler calls resident, in any tier, hold the content of their keys."""
-        resident: list[tuple[PageKey, list[object]]] = []
+        resident: list[tuple[PageKey, list[Any]]] = []
         layers = self.limits.full_layers
         filling = {*s._prefixes._copied_from}  # dense pages among these: by a plan that has not ended
         for key, page in s.memory.prefixes._pages.items():
             if self.limits.num_state_pages and self._kv[page, 0][0] == "state":
-                self._check_state(key, (page, *s.memory.prefixes._entries[page].more_pages))
+                pages = (page, *s.memory.prefixes._entries[page].more_pages)
+                self._check_state(key, [self._read_page("device", one) for one in pages])
             elif layers is None or s.memory.prefixes._entries[page].num_blocks == 1:
                 resident.append((key, self._read_page("device", page)))
             elif page not in filling:
@@ -189,7 +190,13 @@ class Worker:
                 assert dense_key(self._key_of(blocks[-1])) == key, "a dense page that is kept holds something else"
                 resident += [(self._key_of(block), block) for block in blocks]
         for tier, slots in s._tiers._tiers.items():
-            resident += [(key, self._read_page(tier, slot)) for key, slot in slots._slots.items()]
+            for key, numbers in slots._slots.items():
+                contents = [self._read_page(tier, slot) for slot in numbers]
+                if self.limits.num_state_pages and contents[0][0][0] == "state":
+                    self._check_state(key, contents)
+                else:
+                    (content,) = contents
+                    resident.append((key, content))
         for key, content in resident:
             assert self._key_of(content) == key, "a page that is kept holds something else"
         for digest, entry in s._adapters._entries.items():
@@ -197,20 +204,20 @@ class Worker:
                 for page in entry.residence.pages:
                     assert set(self._read_page("device", page)) == {digest}, "an adapter's page holds something else"
 
-    def _check_state(self, key: PageKey, pages: Sequence[int]) -> None:
+    def _check_state(self, key: PageKey, contents: Sequence[Sequence[Any]]) -> None:
         """Checks that a state that is kept is whole, and that of the tokens of its key."""
-        assert len(pages) == self.limits.num_state_pages
-        _, (tenant, adapter), token_ids, _ = self._kv[pages[0], 0]
+        assert len(contents) == self.limits.num_state_pages
+        _, (tenant, adapter), token_ids, _ = contents[0][0]
         link = first_link(asking(0, [], adapter=adapter, tenant=tenant))
         block_size = self.limits.block_size
         last = next_keys(link, token_ids, 0, block_size, len(token_ids) // block_size)[-1]
         assert len(token_ids) % block_size == 0 and state_key(last) == key, "a state of other tokens is kept"
-        self._check_state_pages(pages, (tenant, adapter), token_ids)
+        self._check_state_pages(contents, (tenant, adapter), token_ids)
 
-    def _check_state_pages(self, pages: Sequence[int], owner: object, token_ids: Sequence[int]) -> None:
-        for number, page in enumerate(pages):
-            for place in range(self.limits.block_size):
-                assert self._kv[page, place] == ("state", owner, tuple(token_ids), number), "not the state before it"
+    def _check_state_pages(self, contents: Sequence[Sequence[Any]], owner: object, token_ids: Sequence[int]) -> None:
+        for number, content in enumerate(contents):
+            expected = ("state", owner, tuple(token_ids), number)
+            assert [*content] == [expected] * self.limits.block_size, "not the state before it"
 
     def _go_on(self, s: SequencePlan, owner: object, token_ids: Sequence[int]) -> None:
         """Writes a sequence's recurrent state, on top of what its earlier tokens must have left."""
@@ -219,7 +226,8 @@ class Worker:
         assert [*state.snapshot_rows] == sorted({*state.snapshot_rows}) and all(
             0 < row < len(s.token_ids) for row in state.snapshot_rows
         )
-        self._check_state_pages(unpacked(state.source), owner, token_ids[: s.start])
+        source = [self._read_page("device", page) for page in unpacked(state.source)]
+        self._check_state_pages(source, owner, token_ids[: s.start])
         pages = [*unpacked(state.snapshots), *unpacked(state.target)]
         assert len(pages) == len({*pages}) == size * (len(state.snapshot_rows) + 1)
         assert not {*pages} & {*unpacked(s.pages)[self.limits.num_unseen_pages(s.start) :]}
@@ -250,7 +258,7 @@ class Worker:
                 self._write_page(move.target, target, self._read_page(move.source, source))
             yield MoveEnd(move.number, 0.0, None)
 
-    def _read_page(self, tier: str, page: int) -> list[object]:
+    def _read_page(self, tier: str, page: int) -> list[Any]:
         if tier == "device":
             return [self._kv[page, place] for place in range(self.limits.block_size)]
         return self._tiers[tier, page]

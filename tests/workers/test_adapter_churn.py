@@ -26,7 +26,7 @@ def test_as_many_find_their_adapter_as_with_the_best_of_lru_and_counts_for_ever(
 
 
 def memory_of(num_pages: int) -> PagedMemory:
-    return PagedMemory(num_pages, lambda: 0.001, lambda key: 0.001)
+    return PagedMemory(num_pages, lambda: 0.001, lambda *_: 0.001)
 
 
 def use(memory: PagedMemory, digest: str) -> None:

@@ -14,6 +14,7 @@ from motet.tests.rigs.part_configs import engine_config
 from motet.workers import worker_builder
 from motet.workers.config import default_kv_host_bytes
 from motet.workers.memory.page_arrays import PoolGeometry
+from motet.workers.models.state_places import StatePlaces
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.worker_builder import tier_sizes
 
@@ -43,3 +44,4 @@ def test_only_what_no_setting_says_follows_from_the_pool(tmp_path: Path, monkeyp
     assert tier_sizes(replace(config, kv_host_bytes=64 << 20), geometry) == TierSizes(32, 4)
     assert tier_sizes(replace(config, kv_host_bytes=0, kv_disk_bytes=0), geometry) == TierSizes()
     assert tier_sizes(replace(config, prefix_cache=False), geometry) == TierSizes()
+    assert tier_sizes(config, replace(geometry, state=StatePlaces(20, ()))) == TierSizes(1024, 4)

@@ -83,7 +83,12 @@ def requested_twice(
     stock: Stock, device: str, folder: Path, num_pages: int
 ) -> tuple[list[SequenceOutput], EngineCounters]:
     """The answers of an engine that answers all, does so again, and has moved KV behind the pool in between."""
-    tiers = {"kv_host_bytes": 10 * stock.page_bytes, "kv_disk_bytes": 200 * stock.page_bytes, "kv_disk_path": folder}
+    num_host_pages = 10 + 2 * stock.num_state_pages
+    tiers = {
+        "kv_host_bytes": num_host_pages * stock.page_bytes,
+        "kv_disk_bytes": 200 * stock.page_bytes,
+        "kv_disk_path": folder,
+    }
     with stock.engine(num_pages, device=device, host_bytes=40 * stock.page_bytes, **tiers) as rig:
         rig.prefer_copies()
         answers = [*ask_all(rig, prompts(4)), *ask_all(rig, prompts(4))]
@@ -125,12 +130,13 @@ def test_a_gang_of_two_answers_as_one_does(
     same(there, on_the_cpu)
 
 
-def test_pages_move_between_the_tiers_beside_the_steps(llama: Stock, tmp_path: Path) -> None:
-    """On a pool so small that adapters and KV push one another out, and come back from host memory and disk."""
-    num_pages = max(llama.num_pages(30 + NUM_TOKENS, adapter) for adapter in ADAPTERS) + 4
-    here, _ = requested_twice(llama, "cpu", tmp_path, num_pages)
+@pytest.mark.parametrize("stock", ["llama", "qwen3_5"], indirect=True)
+def test_pages_move_between_the_tiers_beside_the_steps(stock: Stock, tmp_path: Path) -> None:
+    """On a pool so small that adapters, KV and states push one another out, and come back from host memory and disk."""
+    num_pages = max(stock.num_pages(30 + NUM_TOKENS, adapter) for adapter in ADAPTERS) + 4 + stock.num_state_pages
+    here, _ = requested_twice(stock, "cpu", tmp_path, num_pages)
     with gpu_of_twins() as gpu:
-        there, counters = requested_twice(llama, "cuda", tmp_path, num_pages)
+        there, counters = requested_twice(stock, "cuda", tmp_path, num_pages)
         copies = {thread: gpu.tally.copies_of(thread) for thread in ("page-mover", "disk-mover", "adapter-loader")}
     same(there, here)
     assert counters.num_move_failures == 0

@@ -199,9 +199,14 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
         for q in bench.questions
     )
     sampling = msgspec.structs.replace(GREEDY, max_tokens=NUM_TOKENS - num_before)
-    num_pages = 800 if has_room else _tiny_pool(bench)
-    page_bytes = bench.stock.page_bytes
-    settings = {"kv_host_bytes": 12 * page_bytes, "kv_disk_bytes": 400 * page_bytes, "kv_disk_path": tmp_path}
+    num_state_pages, page_bytes = bench.stock.num_state_pages, bench.stock.page_bytes
+    num_pages = 800 if has_room else _tiny_pool(bench) + num_state_pages  # a kept state, and that of the sequence
+    num_host_pages = 12 + 2 * num_state_pages
+    settings = {
+        "kv_host_bytes": num_host_pages * page_bytes,
+        "kv_disk_bytes": 400 * page_bytes,
+        "kv_disk_path": tmp_path,
+    }
     with bench.stock.engine(num_pages, max_tokens_per_step=64, **settings) as rig:
         rig.prefer_copies()
         for _ in range(2):
@@ -216,7 +221,7 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
             if bench.has_states:  # they are kept after the last full page that a prompt need not compute
                 sharable = 2 * [(len(q.prompt) - 1) // 8 * 8 for q in bench.questions]
             assert rig.engine.load().counters.num_cached_tokens == sum(sharable) > num_cached > 0
-        elif not bench.has_states:  # no tier behind the pool keeps them
+        else:
             load = rig.engine.load()
             assert min(load.counters.num_pages_in, load.gauges.num_disk_pages) > 0
             assert load.counters.num_move_failures == 0

@@ -126,7 +126,7 @@ def test_what_making_room_costs_grows_with_what_goes_and_no_faster() -> None:
 
 def _full_of_adapters(num_wanted: int) -> PagedMemory:
     """As many idle adapters of one page as there are pages, all wanted soon."""
-    memory = PagedMemory(num_wanted, lambda: 0.001, lambda key: 0.001)
+    memory = PagedMemory(num_wanted, lambda: 0.001, lambda *_: 0.001)
     digests = [f"{number:064x}" for number in range(num_wanted)]
     for digest in digests:
         assert memory.begin_load(AdapterRef(digest, {}), 1, frozenset()) is not None

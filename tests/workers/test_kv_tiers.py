@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
+from motet.workers.execution.executor import LocalExecutor
 from motet.workers.memory.page_arrays import DiskPages
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
-from motet.workers.wire.page_keys import PageKey, first_link, next_keys
+from motet.workers.wire.page_keys import PageKey, first_link, next_keys, state_key
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = random.Random(3).choices(range(VOCAB_SIZE), k=44)  # five full pages of eight, and half a page
@@ -33,6 +35,13 @@ def alone(stock: Stock) -> dict[str | None, list[int]]:
     """The answer of an engine without a prefix cache."""
     with stock.engine(num_pages=200, prefix_cache=False) as rig:
         return {adapter: ask(rig, adapter) for adapter in (None, OLD, NEW)}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Stock:
+    """Of a base whose sequences have recurrent states of several pages."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    return Stock.make(write_model("qwen3_5", folder / "model"), {}, folder / "store")
 
 
 def engine(stock: Stock, num_host_pages: int, num_disk_pages: int, folder: Path, num_pages: int = POOL) -> EngineRig:
@@ -58,19 +67,23 @@ def flood(rig: EngineRig, num_prompts: int) -> None:
         ask(rig, None, generator.choices(range(VOCAB_SIZE), k=72))
 
 
-def keys(rig: EngineRig, adapter: str) -> list[PageKey]:
+def keys(rig: EngineRig, adapter: str | None) -> list[PageKey]:
     """The keys of the prompt's full pages."""
-    request = SequenceRequest(
-        sequence_id=0, prompt_token_ids=PROMPT, sampling=GREEDY, tenant="acme", adapter=rig.refs[adapter]
-    )
+    ref = None if adapter is None else rig.refs[adapter]
+    request = SequenceRequest(sequence_id=0, prompt_token_ids=PROMPT, sampling=GREEDY, tenant="acme", adapter=ref)
     return next_keys(first_link(request), PROMPT, 0, 8, 5)
 
 
-def where(rig: EngineRig, adapter: str) -> set[str]:
-    """The fastest tier that each of the prompt's pages is in."""
+def tier_of(rig: EngineRig, key: PageKey) -> str:
+    """The fastest tier that a page is in."""
     scheduler = rig.engine._scheduler
     tiers: list[tuple[str, Any]] = [("device", scheduler.memory.prefixes._pages), *scheduler._tiers._tiers.items()]
-    return {next((tier for tier, held in tiers if key in held), "nowhere") for key in keys(rig, adapter)}
+    return next((tier for tier, held in tiers if key in held), "nowhere")
+
+
+def where(rig: EngineRig, adapter: str | None) -> set[str]:
+    """The fastest tier that each of the prompt's pages is in."""
+    return {tier_of(rig, key) for key in keys(rig, adapter)}
 
 
 def disk_of(rig: EngineRig) -> DiskPages:
@@ -135,6 +148,56 @@ def test_a_disk_that_is_full_costs_what_was_on_it_alone(
         assert load.counters.num_move_failures == 3  # then the tier is given up
         assert load.gauges.num_disk_pages == 0
         assert load.gauges.num_host_pages > 0
+        rig.assert_idle()
+
+
+def state_of(rig: EngineRig) -> torch.Tensor | None:
+    """The state after the prompt's full pages, as it lies in the pool; None: it is not there."""
+    executor = rig.engine.executor
+    assert isinstance(executor, LocalExecutor)
+    pages = rig.engine._scheduler.memory.prefixes.state_of(keys(rig, None)[-1])
+    return None if pages is None else executor.runner.pool[[*pages]].view(torch.uint8).clone()
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_state_that_comes_back_is_the_same_to_the_last_bit(hybrid: Stock, tier: str, tmp_path: Path) -> None:
+    num_state_pages = hybrid.num_state_pages
+    # Of the smaller host memory an eighth is as much as a prompt fills: all of it goes on to disk before it is needed.
+    with engine(hybrid, 160 if tier == "disk" else 400, 400, tmp_path, num_pages=40) as rig:
+        first, state = ask(rig, None), state_of(rig)
+        assert state is not None and len(state) == num_state_pages > 1 and state.any()
+        flood(rig, 20)
+        assert {*where(rig, None), tier_of(rig, state_key(keys(rig, None)[-1]))} == {tier}
+        before = rig.engine.load().counters
+        rig.submit(1000, PROMPT, None, GREEDY)
+        while (back := state_of(rig)) is None:
+            rig.step()
+        torch.testing.assert_close(back, state, rtol=0, atol=0)
+        rig.finish()
+        assert rig.outputs[1000].token_ids == first
+        after = rig.engine.load().counters
+        assert after.num_cached_tokens - before.num_cached_tokens == 40
+        assert after.num_pages_in - before.num_pages_in == 5 + num_state_pages
+        assert after.num_move_failures == 0
+
+
+@pytest.mark.parametrize("damage", ["cut off", "changed"])
+def test_a_damaged_file_costs_a_state_as_it_costs_a_page(hybrid: Stock, damage: str, tmp_path: Path) -> None:
+    with engine(hybrid, 160, 400, tmp_path, num_pages=40) as rig:
+        first = ask(rig, None)
+        flood(rig, 20)
+        file, (_, disk) = disk_of(rig)._file.fileno(), rig.engine._scheduler._tiers._tiers.values()
+        key = state_key(keys(rig, None)[-1])
+        last_slot = disk._slots[key][-1]
+        if damage == "cut off":
+            os.ftruncate(file, 3)
+        else:
+            os.pwrite(file, b"\x7f" * 64, last_slot * hybrid.page_bytes + 100)
+        assert ask(rig, None) == first
+        load = rig.engine.load()
+        assert (load.counters.num_move_failures, load.counters.num_pages_in) == (1, 0)
+        assert key not in disk
+        assert ask(rig, None) == first
         rig.assert_idle()
 
 

@@ -19,7 +19,7 @@ from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceRequest
-from motet.workers.wire.page_keys import PageKey, first_link, next_keys, short_key
+from motet.workers.wire.page_keys import PageKey, first_link, next_keys, short_key, state_key
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
 
@@ -268,6 +268,145 @@ def test_what_was_pushed_out_comes_back_from_host_memory() -> None:
     assert load.counters.num_pages_out == load.gauges.num_host_pages
 
 
+def state_rig(num_pages: int, tiers: TierSizes | None, num_state_pages: int = 3) -> tuple[Scheduler, Worker]:
+    """Of a base with recurrent states, in which a copy costs less than computing a page."""
+    of = limits(num_pages, budget=64, num_sequences=16, num_state_pages=num_state_pages)
+    s, worker = scheduler(of, tiers), Worker(of)
+    worker.sequence_of = s._running.by_id.__getitem__
+    s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]
+    s._costs.observe_copy = lambda *_: None  # type: ignore[method-assign]
+    return s, worker
+
+
+def tiers_with(s: Scheduler, key: PageKey) -> set[str]:
+    tiers = {name for name, slots in s._tiers._tiers.items() if key in slots}
+    return tiers | ({"device"} if s.memory.prefixes.page_of(key) is not None else set())
+
+
+@pytest.mark.parametrize(
+    ("tiers", "there"), [(TierSizes(100), {"host"}), (TierSizes(16, 100), {"disk"})], ids=["host memory", "disk"]
+)
+def test_a_state_that_was_evicted_comes_back_with_its_prefix(tiers: TierSizes, there: set[str]) -> None:
+    s, worker = state_rig(16, tiers)
+    ask(s, worker, asking(0, PROMPT, max_tokens=8))
+    flood(s, worker, num_prompts=8)
+    keys = keys_of(PROMPT)
+    assert [tiers_with(s, key) for key in (*keys, state_key(keys[-1]))] == 8 * [there]
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=8))
+    assert worker.num_computed - before == 9  # as of a base without states
+    assert s.load().counters.num_pages_in == 7 + 3
+    worker.check_residence(s)
+
+
+@pytest.mark.parametrize("num_missing", [0, 1, 7])
+@pytest.mark.parametrize("is_state_missing", [False, True])
+def test_a_prefix_may_lie_in_several_tiers(num_missing: int, is_state_missing: bool) -> None:
+    """What the pool has of it is not copied, and what host memory lacks is read from disk."""
+    s, worker = state_rig(60, TierSizes(100, 100))
+    ask(s, worker, asking(0, PROMPT, max_tokens=1))
+    keys = keys_of(PROMPT)
+    going = keys[7 - num_missing :] + ([state_key(keys[-1])] if is_state_missing else [])
+    host, disk = s._tiers._tiers.values()
+    for key in going[::2]:  # every other one is on disk alone
+        slots = disk.reserve(key, host.num_pages_of([key]))
+        for source, target in zip(host._slots[key], slots or (), strict=True):
+            worker._tiers["disk", target] = worker._tiers["host", source]
+        disk.written([key])
+        host.drop(key)
+    s.memory.prefixes.forget(going)
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert worker.num_computed - before == 2
+    assert s.load().counters.num_pages_in == num_missing + 3 * is_state_missing
+    worker.check_residence(s)
+
+
+@pytest.mark.parametrize("lacks", ["a page", "the state"])
+def test_of_a_prefix_that_lacks_something_in_all_tiers_nothing_is_copied(lacks: str) -> None:
+    s, worker = state_rig(16, TierSizes(100))
+    ask(s, worker, asking(0, PROMPT, max_tokens=1))
+    flood(s, worker, num_prompts=8)
+    keys = keys_of(PROMPT)
+    (host,) = s._tiers._tiers.values()
+    host.drop(keys[3] if lacks == "a page" else state_key(keys[-1]))
+    before = worker.num_computed
+    ask(s, worker, asking(1, PROMPT, max_tokens=1))
+    assert worker.num_computed - before == 30
+    assert s.load().counters.num_pages_in == 0
+
+
+def test_a_prefix_is_not_copied_for_a_sequence_that_has_no_room_for_its_state_twice() -> None:
+    """It needs its own state, and one to copy: with fewer pages what was copied would be of no use to it."""
+    for num_pages, num_in in ((13, 0), (14, 10)):
+        s, worker = state_rig(num_pages, TierSizes(100))
+        ask(s, worker, asking(0, PROMPT[:29], max_tokens=1))
+        flood(s, worker, num_prompts=8)
+        ask(s, worker, asking(1, PROMPT[:29], max_tokens=1))
+        assert s.load().counters.num_pages_in == num_in
+
+
+def test_a_state_for_which_host_memory_is_too_small_is_not_copied_out() -> None:
+    s, worker = state_rig(16, TierSizes(2))
+    ask(s, worker, asking(0, PROMPT, max_tokens=1))
+    assert not s.has_work()
+    assert s.load().gauges.num_host_pages == 2
+
+
+def test_a_state_that_costs_more_to_copy_than_to_compute_is_not_copied() -> None:
+    s, worker = state_rig(50, TierSizes(800), num_state_pages=20)
+    ask(s, worker, asking(0, PROMPT, max_tokens=1))
+    flood(s, worker, num_prompts=8)
+    for copy_s, num_in in ((3e-4, 0), (1e-4, 27)):  # a page takes 1e-3 to compute, and a step as long
+        s._costs._copies["host"].value = copy_s
+        ask(s, worker, asking(1, PROMPT, max_tokens=1))
+        assert s.load().counters.num_pages_in == num_in
+        flood(s, worker, num_prompts=8, first=70)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_state_that_cannot_be_read_back_is_computed(tier: str) -> None:
+    s, worker = state_rig(16, TierSizes(100) if tier == "host" else TierSizes(16, 100))
+    first = ask(s, worker, asking(0, PROMPT))
+    flood(s, worker, num_prompts=8)
+    worker.failing_tiers = {tier}
+    before = worker.num_computed
+    assert ask(s, worker, asking(1, PROMPT)) == first
+    assert worker.num_computed - before == 33
+    assert s.load().counters.num_pages_in == 0
+    keys = keys_of(PROMPT)
+    assert not tiers_with(s, state_key(keys[-1])) & {tier}, "what is damaged is dropped"
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), num_pages=st.integers(20, 30), num_state_pages=st.integers(1, 3))
+def test_just_what_no_tier_has_with_its_state_is_computed(seed: int, num_pages: int, num_state_pages: int) -> None:
+    """Against a plain model: the sets of keys that each tier has. Each request runs alone."""
+    rng = random.Random(seed)
+    sizes = rng.choice([TierSizes(), TierSizes(30), TierSizes(100), TierSizes(12, 60)])
+    s, worker = state_rig(num_pages, sizes, num_state_pages)
+    s._costs._compute.value = 1.0
+    num_used = 0
+    for i in range(40):
+        prompt = [rng.randint(1, 4)] * rng.choice([5, 9, 13, 26]) + rng.choice([[], [5], [6] * 4])
+        requested = asking(i, prompt, rng.randint(1, 8), rng.choice([None, None, "a1"]))
+        own = next_keys(first_link(requested), prompt, 0, 4, (len(prompt) - 1) // 4)
+        num_kv = next((depth for depth, key in enumerate(own) if not tiers_with(s, key)), len(own))
+        states = [depth for depth in range(1, num_kv + 1) if tiers_with(s, state_key(own[depth - 1]))]
+        assert s.add(requested, 0) is None
+        start = None
+        while s.has_work():
+            plan = s.schedule()
+            if plan.sequences and start is None:
+                start = plan.sequences[0].start
+            s.commit(plan, worker.execute(plan))
+            s.check_integrity()
+        worker.check_residence(s)
+        assert start == 4 * max(states, default=0), "what is there is computed, or what is not is used"
+        num_used += start > 0
+    assert num_used, "no prompt began as one before"
+
+
 def test_what_host_memory_has_no_room_for_goes_on_to_disk_and_comes_back() -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
     ask(s, worker, asking(0, PROMPT, max_tokens=8))
@@ -361,6 +500,24 @@ def test_what_came_of_broken_weights_is_kept_in_no_tier() -> None:
     assert s.load().counters.num_cached_tokens == 0
 
 
+def test_of_broken_weights_no_state_is_kept_in_any_tier() -> None:
+    s, worker = state_rig(40, TierSizes(host=100))
+    first = asking(0, PROMPT, max_tokens=8)
+    s.add(first, 0)
+    num_steps = 0
+    while s.has_work():
+        plan: StepPlan = s.schedule()
+        result = worker.execute(plan)
+        num_steps += 1
+        if num_steps == 6:  # by then the prompt's state has been copied out
+            assert s.load().gauges.num_host_pages == 7 + 3
+            result.tokens.update(dict.fromkeys(result.tokens))
+        s.commit(plan, result)
+        s.check_integrity()
+    load = s.load()
+    assert (load.gauges.num_prefix_pages, load.gauges.num_host_pages) == (0, 0)
+
+
 def test_a_full_disk_costs_no_page_that_host_memory_has() -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=40, disk=100))
     worker.failing_tiers = {"disk"}
@@ -403,7 +560,7 @@ def test_what_is_left_of_prefixes_that_are_released_little_by_little_is_their_be
 ) -> None:
     """Though pages are evicted meanwhile."""
     rng = random.Random(seed)
-    memory = PagedMemory(60, lambda: 1.0, lambda key: 1.0)
+    memory = PagedMemory(60, lambda: 1.0, lambda *_: 1.0)
     prefixes, chains = memory.prefixes, list[list[PageKey]]()
     with patch.object(prefix_cache, "MOST_GIVEN_BACK", most_given_back):
         for number in range(40):

@@ -57,8 +57,8 @@ def test_random_workload_ends_with_every_page_accounted_for(
 ) -> None:
     """No page that a sequence needs is given to others, and with a window no sequence holds more than that takes."""
     rng = random.Random(seed)
-    if num_state_pages:  # no base has them beside windows, nor tiers behind them
-        num_pages, tiers, window = num_pages + num_state_pages, TierSizes(), None
+    if num_state_pages:  # no base has them beside windows
+        num_pages, window = num_pages + num_state_pages, None
     of = limits(num_pages, budget, window=window, num_state_pages=num_state_pages)
     s, worker = scheduler(of, tiers), Worker(of, slow_loads=rng)
     executor = FeedingExecutor(worker) if way == "feeding" else WorkerExecutor(worker)

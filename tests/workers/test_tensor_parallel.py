@@ -236,6 +236,35 @@ def test_pages_that_change_hands_are_those_of_every_worker(llama: Case) -> None:
         assert not engine.executor._deltas.tables, "tables are kept of sequences that have ended"
 
 
+def test_every_worker_has_its_part_of_a_state_behind_the_pool(tmp_path: Path) -> None:
+    """States come back from host memory and disk as the leader decides: the tokens are those of one worker alone."""
+    hybrid = Case(Oracle, write_model("qwen3_5", tmp_path / "model"), tmp_path / "store", {})  # type: ignore[arg-type]
+    generator = random.Random(5)
+    prompts = [generator.choices(range(VOCAB_SIZE), k=44) for _ in range(9)]
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+    def answers(engine: Engine) -> list[list[int]]:
+        rig = EngineRig(engine, {})
+        rig.prefer_copies()
+        for i, prompt in enumerate([*prompts, prompts[0]]):  # by the second time it is on disk
+            rig.submit(i, prompt, None, sampling)
+            rig.finish()
+        return [rig.outputs[i].token_ids for i in range(len(prompts) + 1)]
+
+    alone = build_engine(hybrid.config(1, num_pages=100))
+    expected = answers(alone)
+    alone.close()
+    model = ModelConfig.from_folder(hybrid.model_path)
+    part = pool_of(ModelSharding(model, 2), BLOCK_SIZE, torch.float32, 1)
+    num_pages = 7 + 2 * part.state.num_pages
+    tiers = {"kv_host_bytes": 2 * num_pages * part.page_bytes, "kv_disk_bytes": 1 << 20, "kv_disk_path": tmp_path}
+    with gang(hybrid.config(2, num_pages, **tiers)) as (engine, _):  # type: ignore[arg-type]
+        assert answers(engine) == expected
+        counters = engine.load().counters
+        assert counters.num_pages_in == 5 + part.state.num_pages
+        assert (counters.num_cached_tokens, counters.num_move_failures) == (40, 0)
+
+
 def test_a_degree_that_does_not_fit_is_refused(llama: Case) -> None:
     with pytest.raises(ValueError, match="a gang of 3 workers cannot share 4 attention heads"):
         llama.config(3, 40)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from itertools import takewhile
+from itertools import chain, takewhile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from motet.workers.scheduling.tier_traffic import TierSlots
 
 KEYS = [bytes([number]) for number in range(9)]
+NUM_STATE_PAGES = 3
+STATES = {KEYS[2], KEYS[5]}  # keys of states; the others are those of a page each
 
 
-@given(st.integers(0, 2**32), st.integers(0, 6))
+@given(st.integers(0, 2**32), st.integers(0, 9))
 def test_random_use_of_a_small_tier(seed: int, num_slots: int) -> None:
     rng = random.Random(seed)
     tier = TierSlots(num_slots)
-    held: dict[bytes, int] = {}  # in the order of writing
+    held: dict[bytes, tuple[int, ...]] = {}  # in the order of writing
     worths: dict[bytes, float] = {}
     floor = 0.0
-    writing: dict[bytes, int] = {}
+    writing: dict[bytes, tuple[int, ...]] = {}
     readers: list[list[bytes]] = []
 
     def in_order() -> list[bytes]:
@@ -30,22 +32,30 @@ def test_random_use_of_a_small_tier(seed: int, num_slots: int) -> None:
     def is_read(key: bytes) -> bool:
         return any(key in keys for keys in readers)
 
+    def first(num_pages: int) -> list[bytes]:
+        """The first of those in order that have so many pages, or all."""
+        keys = in_order()
+        sizes = [sum(len(held[key]) for key in keys[:number]) for number in range(len(keys))]
+        return keys[: sum(size < num_pages for size in sizes)]
+
     for _ in range(80):
         key = rng.choice(KEYS)
         some = [one for one in held if rng.random() < 0.4]
         match rng.randrange(7):
             case 0 if key not in held and key not in writing:
-                victim = next(iter(in_order()), None)
-                is_full = len(held) + len(writing) == num_slots
-                slot = tier.reserve(key)
-                assert (slot is None) == (is_full and victim is None)
-                if slot is not None:
-                    if is_full and victim is not None:
-                        assert slot == held.pop(victim)
+                num_pages = NUM_STATE_PAGES if key in STATES else 1
+                num_free = num_slots - sum(map(len, (*held.values(), *writing.values())))
+                victims = first(num_pages - num_free)
+                has_room = num_free + sum(len(held[one]) for one in victims) >= num_pages
+                slots = tier.reserve(key, num_pages)
+                assert (slots is not None) == has_room, "a state takes all of its slots or none"
+                if slots is not None:
+                    for victim in victims:
                         floor = max(floor, worths[victim])
-                    assert slot not in held.values()
-                    assert slot not in writing.values()
-                    writing[key] = slot
+                        del held[victim]
+                    assert len(slots) == num_pages
+                    assert not {*slots} & {*chain(*held.values(), *writing.values())}
+                    writing[key] = slots
             case 1:
                 held |= writing
                 worths |= dict.fromkeys(writing, floor + 1)
@@ -55,7 +65,7 @@ def test_random_use_of_a_small_tier(seed: int, num_slots: int) -> None:
                 tier.fail([*writing])
                 writing.clear()
             case 3:
-                assert tier.begin_read(some) == tuple(held[one] for one in some)
+                assert tier.begin_read(some) == tuple(chain(*(held[one] for one in some)))
                 readers.append(some)
             case 4 if readers:
                 tier.end_read(readers.pop(rng.randrange(len(readers))))
@@ -69,9 +79,10 @@ def test_random_use_of_a_small_tier(seed: int, num_slots: int) -> None:
         tier.check_integrity()
         assert {one for one in KEYS if one in tier} == held.keys()
         assert {one for one in KEYS if tier.is_coming(one)} == writing.keys()
-        assert tier.least_worth(len(KEYS)) == in_order()
-        assert tier.least_worth(2) == in_order()[:2]
-        assert (tier.num_held, tier.num_free) == (len(held), num_slots - len(held) - len(writing))
+        assert tier.least_worth(NUM_STATE_PAGES * len(KEYS)) == in_order()
+        assert tier.least_worth(2) == first(2)
+        num_held, num_writing = (sum(map(len, pages.values())) for pages in (held, writing))
+        assert (tier.num_held, tier.num_free) == (num_held, num_slots - num_held - num_writing)
 
 
 def serve_in_turns(num_slots: int, num_prefixes: int, num_pages: int, num_rounds: int) -> list[int]:

@@ -183,13 +183,14 @@ class PagedMemory:
         self,
         num_pages: int,
         adapter_page_s: Callable[[], float],
-        prefix_page_s: Callable[[PageKey], float],
+        prefix_page_s: Callable[[PageKey, float], float],
         idle: IdleOrder | None = None,
         adapter_evicted: Callable[[str], None] = lambda digest: None,
         wanted_pages: Callable[[], Iterable[int]] = tuple,
         has_window: bool = False,
     ) -> None:
-        """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV.
+        """`adapter_page_s`, `prefix_page_s`: what it costs to bring back an evicted page of an adapter, or of KV
+        (see `PrefixCache`).
 
         `idle`: another order of eviction, for comparisons. `adapter_evicted`: called with evicted adapters' digests.
         `wanted_pages`: pages of KV that waiting sequences will use, the most urgent first; they are evicted last.

@@ -92,10 +92,12 @@ class PrefixCache:
         self,
         allocator: PageAllocator,
         idle: IdleOrder,
-        page_cost_s: Callable[[PageKey], float],
+        page_cost_s: Callable[[PageKey, float], float],
         has_window: bool = False,
     ) -> None:
-        """`page_cost_s`: what it costs to bring a page back, in seconds. `has_window`: of layers, some or all."""
+        """`page_cost_s`: what it costs to bring a page back, in seconds, of which computing takes as long as so many
+        pages of KV. `has_window`: of layers, some or all.
+        """
         self._allocator, self._idle, self._page_cost_s = allocator, idle, page_cost_s
         self._has_window = has_window
         self._pages: dict[PageKey, int] = {}
@@ -125,23 +127,27 @@ class PrefixCache:
 
     def state_of(self, key: PageKey) -> tuple[int, ...] | None:
         """Pages of the recurrent state after the page with this key; None: it is not here."""
-        page = self._pages.get(state_key(key))
+        return self.pages_of(state_key(key))
+
+    def pages_of(self, key: PageKey) -> tuple[int, ...] | None:
+        """The page with this key, or all pages of the state with it; None: it is not here."""
+        page = self._pages.get(key)
         return None if page is None else (page, *self._entries[page].more_pages)
 
     def insert_state(
         self, pages: tuple[int, ...], key: PageKey, depth: int, num_blocks: int, adapter: str | None = None
-    ) -> None:
-        """Keeps a sequence's recurrent state after the page with this key, which is at this depth.
+    ) -> bool:
+        """Keeps a sequence's recurrent state under its own key; `depth`: pages of KV before it.
 
-        `num_blocks`: that would be computed again without it. No-op if it is here.
+        `num_blocks`: that would be computed again without it. False: it is here already.
         """
-        key = state_key(key)
         if key in self._pages:
-            return
+            return False
         first, *following = pages
         self._allocator.share(pages)
         self._num_more_pages += len(following)
         self._add(first, _Entry(key, depth, adapter, num_blocks / len(pages), more_pages=tuple(following)))
+        return True
 
     def num_held(self, keys: Sequence[PageKey], start: int, stop: int, coming_keys: Container[PageKey]) -> int:
         """The first index from `start` on, at most `stop`, whose page no sequence holds and which is not coming.
@@ -324,9 +330,7 @@ class PrefixCache:
         entry = self._entries[page]
         num_uses = 0.0 if entry.is_outdated else entry.uses.value - entry.is_passed
         depth = 0 if self._has_window else entry.depth
-        self._idle.add(
-            page, 1 + len(entry.more_pages), num_uses, self._page_cost_s(entry.key) * entry.num_blocks, depth
-        )
+        self._idle.add(page, 1 + len(entry.more_pages), num_uses, self._page_cost_s(entry.key, entry.num_blocks), depth)
 
     def _drop(self, page: int) -> None:
         entry = self._entries.pop(page)

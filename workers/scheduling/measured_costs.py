@@ -38,9 +38,12 @@ class MeasuredCosts:
         """The costs of a page that this tier holds."""
         return PageCosts(self._compute.value, self._copies[tier].value, self._step.value)
 
-    def return_s(self, is_in_tier: bool) -> float:
-        """Time to restore an evicted page, which a tier behind the pool may hold."""
-        compute_s = self._compute.value
+    def return_s(self, is_in_tier: bool, num_blocks: float = 1.0) -> float:
+        """Time to restore an evicted page, which a tier behind the pool may hold.
+
+        `num_blocks`: pages of KV that take as long to compute.
+        """
+        compute_s = num_blocks * self._compute.value
         return min(self._copies["host"].value, compute_s) if is_in_tier else compute_s
 
     def observe_step(self, num_sequences: int, num_tokens: int, seconds: float) -> None:

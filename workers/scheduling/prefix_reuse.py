@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, repeat, takewhile
 from weakref import WeakValueDictionary
 
@@ -35,7 +36,7 @@ class FoundPrefix:
     pages: Sequence[int] = ()  # the last ones, in the pool
     dense_pages: Sequence[int] = ()  # in the pool, for those before them
     state_pages: Sequence[int] = ()  # with the recurrent state after them, where the base has one
-    num_kv_pages: int = 0  # in the pool, of which the last ones may have no state
+    num_kv_pages: int = 0  # in the pool or behind it, of which the last ones may have no state
 
     @property
     def num_unseen(self) -> int:
@@ -76,7 +77,7 @@ class PrefixReuse:
         self._tails: dict[PageKey, GrowingSequence] = {}
         self._copies: list[PageCopy] = []  # for the next plan
         self._full_copies: list[FullLayersCopy] = []  # for the next plan
-        self._copied_from: list[int] = []  # pages that must not change until the plan has ended
+        self._copied_from: Counter[int] = Counter()  # pages that must not change until the plan has ended
         self._snapshots: dict[
             tuple[int, ...], StateSnapshot
         ] = {}  # states that uncommitted plans write, by their pages
@@ -152,11 +153,12 @@ class PrefixReuse:
                 self._bring_more(sequence, keep)
             return None
         keys = self._usable_keys(sequence)
+        if self._limits.num_state_pages:
+            return self._find_with_state(sequence, keys, keep)
         prefix = self._in_pool(keys)
         if self._limits.full_layers is not None and len(prefix.pages) > (max_pages := self._most_found(sequence)):
             prefix = self._cut(keys, prefix, max_pages)
             keys = keys[: prefix.num_pages]
-        prefix = self._as_fits(sequence, prefix)
         sequence.was_looked_up = True
         self._waiting.set_found(sequence, prefix.num_pages * self._block_size)
         base = prefix if self._limits.window is None else self._copy_base(keys, prefix)
@@ -169,15 +171,74 @@ class PrefixReuse:
             self._await_next(sequence, prefix, keys)
         return None if sequence.awaited_key in self._pending else prefix
 
-    def _as_fits(self, sequence: GrowingSequence, prefix: FoundPrefix) -> FoundPrefix:
-        """The prefix, or none of it where the pool has no room for its snapshot beside all that the sequence takes.
+    def _find_with_state(
+        self, sequence: GrowingSequence, keys: Sequence[PageKey], keep: AbstractSet[Item]
+    ) -> FoundPrefix | None:
+        """As `find`, for a base with a recurrent state: only a state that comes brings a sequence further.
 
-        The snapshot is held until the sequence has its copy, so it could not be evicted for the rest.
+        So a prefix behind the pool is copied as a whole, with the state after it, or not at all.
         """
-        num_pages = self._limits.needed_pages(len(sequence.token_ids)) + sequence.num_adapter_pages
-        if prefix.state_pages and num_pages + len(prefix.state_pages) > self._limits.num_pages:
-            return FoundPrefix(num_kv_pages=prefix.num_kv_pages)
-        return prefix
+        prefix = self._with_state(keys)
+        # The state is held until the sequence has its copy, so it could not be evicted for the rest.
+        num_needed = self._limits.needed_pages(len(sequence.token_ids)) + sequence.num_adapter_pages
+        has_room = num_needed + self._limits.num_state_pages <= self._limits.num_pages
+        if not has_room:
+            prefix = FoundPrefix(num_kv_pages=prefix.num_kv_pages)
+        sequence.was_looked_up = True
+        self._waiting.set_found(sequence, prefix.num_pages * self._block_size)
+        sequence.first_wanted, sequence.num_here = 0, prefix.num_pages
+        num_coming, sequence.awaited_key = self._state_coming(keys, prefix.num_pages)
+        if has_room and self._tiers.can_bring():
+            prefix, num_pages = self._with_state_behind(keys, prefix)
+            if num_pages > max(prefix.num_pages, num_coming):
+                chain = [*keys[:num_pages], state_key(keys[num_pages - 1])]
+                sequence.awaited_key = self._bring_whole(chain, prefix.num_pages, keep) or sequence.awaited_key
+        return prefix if sequence.awaited_key is None else None
+
+    def _state_coming(self, keys: Sequence[PageKey], num_found: int) -> tuple[int, PageKey | None]:
+        """Of the longest prefix with these keys, longer than `num_found` pages, whose state is being computed or
+        copied: its pages, and the key to await. (0, None): there is none.
+        """
+        pending, is_copying = self._pending, self._tiers.num_moves > 0
+        for depth in range(len(keys), num_found, -1) if pending else ():
+            key = keys[depth - 1]
+            if pending.get(key) is not None:
+                return depth, key
+            if is_copying and (state := state_key(key)) in pending:
+                return depth, state
+        return 0, None
+
+    def _with_state_behind(self, keys: Sequence[PageKey], prefix: FoundPrefix) -> tuple[FoundPrefix, int]:
+        """The prefix with its `num_kv_pages` in all tiers, and how many of these have a state after them."""
+
+        def is_there(key: PageKey) -> bool:
+            return self._page_here_or_coming(key) is not None or self._tiers.holds(key)
+
+        num_pages = prefix.num_kv_pages
+        num_pages += sum(1 for _ in takewhile(is_there, islice(keys, num_pages, None)))
+        depths = range(num_pages, prefix.num_pages, -1)
+        with_state = next((depth for depth in depths if is_there(state_key(keys[depth - 1]))), 0)
+        return replace(prefix, num_kv_pages=num_pages), with_state
+
+    def _bring_whole(self, chain: Sequence[PageKey], num_found: int, keep: AbstractSet[Item]) -> PageKey | None:
+        """Starts copies of all that is behind the pool of these pages and of the state, whose key is the last.
+
+        `num_found`: pages that need not be computed without it. Returns the key to await; None: nothing is copied.
+        """
+        pages, absent, state = list[int](), dict[PageKey, int](), chain[-1]
+        for depth, key in enumerate(chain):
+            if (page := self._page_here_or_coming(key)) is None:
+                absent[key] = depth
+            elif key != state:
+                pages.append(page)
+        if any(key in self._pending for key in absent):  # a sequence computes it
+            return None
+        num_spared = len(chain) - 1 - num_found
+        pages += self._cache.pages_of(state) or ()
+        if absent and not self._tiers.bring_whole(pages, absent, state, keep, num_spared):
+            return None
+        self._pending |= dict.fromkeys(absent)
+        return next(key for key in reversed(chain) if key in self._pending)
 
     def found_beside(self, sequence: GrowingSequence, running: GrowingSequence) -> FoundPrefix:
         """The sequence's prefix in the pool, or what it has in common with a running one if that is more.
@@ -245,7 +306,8 @@ class PrefixReuse:
 
         Pages come in runs, so a few are looked up.
         """
-        if self._limits.num_state_pages and sequence.awaited_key is not None:
+        if self._limits.num_state_pages:
+            assert sequence.awaited_key is not None
             return sequence.awaited_key
         keys, pending = sequence.page_keys, self._pending
         after = range(sequence.num_here + 1, self._num_usable(sequence))
@@ -293,7 +355,10 @@ class PrefixReuse:
             return []
         first = max(self.num_held_by_others(sequence, held_by_others), sequence.first_wanted)
         max_pages = self._limits.most_pages(len(sequence.token_ids))
-        return self._cache.find(sequence.page_keys[first : first + max_pages])
+        pages = self._cache.find(sequence.page_keys[first : first + max_pages])
+        if self._limits.num_state_pages:
+            pages += self._with_state(sequence.page_keys[: self._num_usable(sequence)]).state_pages[:1]
+        return pages
 
     def num_held_by_others(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> int:
         """Pages of its prefix that take no room when it starts: others hold or compute them, or they are coming.
@@ -340,7 +405,7 @@ class PrefixReuse:
         """
         num_found, num_unseen = prefix.num_pages, prefix.num_unseen
         if prefix.state_pages:  # their hold is the copies' from now on
-            self._copied_from += prefix.state_pages
+            self._copied_from.update(prefix.state_pages)
             self._copies += map(PageCopy, prefix.state_pages, state_pages)
         pages = (*repeat(0, num_unseen), *prefix.pages, *new_pages)
         sequence.hold(pages, num_unseen, tuple(prefix.dense_pages), tuple(state_pages))
@@ -351,6 +416,8 @@ class PrefixReuse:
             sequence.num_cached_tokens = min(sequence.num_computed, sequence.num_prompt_tokens)
         self._cache.count_uses(prefix.held_pages)
         self._tiers.touch(sequence.page_keys[num_unseen:num_found])
+        if prefix.state_pages:
+            self._tiers.touch([state_key(sequence.page_keys[num_found - 1])])
         keys = sequence.page_keys[num_found:]
         if self._limits.num_state_pages:
             keys = self._set_snapshots(sequence, prefix)
@@ -395,7 +462,7 @@ class PrefixReuse:
         if state.position == start:  # it is there before the plan is computed
             pages = state.sequence.state_pages
             self._cache.acquire(pages)
-            self._copied_from += pages
+            self._copied_from.update(pages)
             self._copies += map(PageCopy, pages, state.pages)
 
     def skip_snapshot(self, sequence: GrowingSequence, position: int) -> None:
@@ -409,17 +476,18 @@ class PrefixReuse:
             sequence, depth = state.sequence, state.position // self._block_size
             key = sequence.page_keys[depth - 1]
             num_blocks = depth - sequence.num_at_start // self._block_size
-            self._cache.insert_state(state.pages, key, depth, num_blocks, sequence.adapter_digest)
+            if self._cache.insert_state(state.pages, state_key(key), depth, num_blocks, sequence.adapter_digest):
+                self._tiers.offer(state.pages, state_key(key))
             self._stop_coming(sequence, key)
         self._cache.release(state.pages)
 
     def is_shared(self, page: int, num_holders: int) -> bool:
         """Others than one sequence hold a page that is not full. Copies from it do not count."""
-        return num_holders - self._copied_from.count(page) > 1
+        return num_holders - self._copied_from[page] > 1
 
     def copy_shared(self, source: int, target: int) -> None:
         """The next plan copies a page that a sequence shares. Its hold is the copy's from now on."""
-        self._copied_from.append(source)
+        self._copied_from[source] += 1
         self._copies.append(PageCopy(source, target))
 
     def take_copies(self) -> tuple[tuple[PageCopy, ...], tuple[FullLayersCopy, ...]]:
@@ -434,15 +502,20 @@ class PrefixReuse:
     def end_copies(self, copies: Iterable[PageCopy]) -> None:
         """The copies of a plan have been made."""
         for copy in copies:
-            self._copied_from.remove(copy.source)
+            self._end_copy(copy.source)
             self._cache.release((copy.source,))
 
     def end_full_copies(self, copies: Iterable[FullLayersCopy]) -> None:
         """A plan has filled these dense pages."""
         for copy in copies:
             for page in (*copy.sources, copy.target):
-                self._copied_from.remove(page)
+                self._end_copy(page)
             self._cache.release((*copy.sources, copy.target))
+
+    def _end_copy(self, page: int) -> None:
+        self._copied_from[page] -= 1
+        if not self._copied_from[page]:
+            del self._copied_from[page]
 
     def kept_dense(self, sequence: GrowingSequence) -> int | None:
         """The sequence's next dense page, if another sequence has filled it."""
@@ -458,7 +531,7 @@ class PrefixReuse:
             self._cache.insert(page, key, depths.start, sequence.adapter_digest, len(depths))
         pages = (*sources, page)
         self._cache.acquire(pages)
-        self._copied_from += pages
+        self._copied_from.update(pages)
         self._full_copies.append(FullLayersCopy(sources, page))
 
     def _next_dense_key(self, sequence: GrowingSequence) -> PageKey | None:
@@ -466,7 +539,7 @@ class PrefixReuse:
 
     def holders(self) -> Iterator[tuple[int, ...]]:
         """Pages that copies and uncommitted plans hold, for integrity checks."""
-        yield from ((page,) for page in self._copied_from)
+        yield from ((page,) for page in self._copied_from.elements())
         yield from self._snapshots
 
     def keep_filled(self, sequence: GrowingSequence) -> None:
@@ -481,7 +554,7 @@ class PrefixReuse:
         for depth in range(sequence.num_kept_pages, num_full):
             key = sequence.page_keys[depth]
             if self._cache.insert(sequence.pages[depth], key, depth, sequence.adapter_digest):
-                self._tiers.offer(sequence.pages[depth], key)
+                self._tiers.offer((sequence.pages[depth],), key)
                 start = depth * self._block_size
                 token_ids = sequence.token_ids[start : start + self._block_size]
                 self._cache.index_content(key, self._link(sequence, depth), token_ids)
@@ -538,14 +611,16 @@ class PrefixReuse:
             num_full = sequence.num_computed // self._block_size
             self._make_keys(sequence, num_full)
             keys = sequence.page_keys[:num_full]
-            self._cache.forget([*keys, *self._dense_keys(keys), *map(state_key, keys)])
+            keys = [*keys, *map(state_key, keys)] if self._limits.num_state_pages else keys
+            self._cache.forget([*keys, *self._dense_keys(keys)])
             self._tiers.forget(keys)
 
     def check_integrity(self, running: Sequence[GrowingSequence]) -> None:
         """Raises AssertionError if a page is awaited that no sequence computes and no copy brings."""
         computing = {id(sequence) for sequence in self._pending.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
-        assert self._tiers.num_moves or None not in self._pending.values()
+        copied = {key for key, sequence in self._pending.items() if sequence is None}
+        assert copied == self._tiers.coming_keys(), "a page is awaited that no copy brings"
         assert all(s.tail_link == link for link, s in self._tails.items()), "a tail is not known as such"
         assert {id(s) for s in self._tails.values()} <= {id(sequence) for sequence in running}, (
             "a tail of none that runs"
@@ -677,10 +752,6 @@ class PrefixReuse:
     def _await_next(self, sequence: GrowingSequence, prefix: FoundPrefix, keys: Sequence[PageKey]) -> None:
         """Notes the page after a prefix as the one that the sequence lacks."""
         sequence.first_wanted, sequence.num_here = prefix.num_unseen, prefix.num_pages
-        if self._limits.num_state_pages:  # of what is computed, only states that are kept bring it further
-            pending = (key for key in reversed(keys[prefix.num_pages :]) if key in self._pending)
-            sequence.awaited_key = next(pending, None)
-            return
         sequence.awaited_key = keys[prefix.num_pages] if prefix.num_pages < len(keys) else None
 
     def _lacks_copies(self, sequence: GrowingSequence) -> bool:
@@ -746,7 +817,7 @@ class PrefixReuse:
         else:
             return 0
         self._cache.acquire((page,))
-        self._copied_from.append(page)
+        self._copied_from[page] += 1
         self._copies.append(PageCopy(page, sequence.pages[num_found]))
         return num_tokens
 

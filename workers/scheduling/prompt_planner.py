@@ -394,6 +394,7 @@ class PromptPlanner:
             self._taking_over.append(sequence)
         if self._prefixes.is_being_copied(key):  # newer sequences must not evict what is copied for it
             num_pages = self._prefetcher.num_kv_pages_to_take(sequence)
+            num_pages += self._limits.num_state_pages  # of which it takes a copy
         self._waiting.await_page(sequence, key, num_pages)
 
     def _enter(self, sequence: GrowingSequence, prefix: FoundPrefix, older: OlderSequences) -> bool:

@@ -95,7 +95,8 @@ class Scheduler:
             has_window=limits.window is not None,
         )
         self._adapters = self.memory.adapters
-        self._tiers = TierTraffic(self.memory, tiers if tiers and prefix_cache else TierSizes(), self._costs)
+        sizes = tiers if tiers and prefix_cache else TierSizes()
+        self._tiers = TierTraffic(self.memory, sizes, self._costs, limits.num_state_pages)
         self._prefixes = PrefixReuse(self.memory.prefixes, self._tiers, self._waiting, limits, prefix_cache)
         self._counts, self._arrivals = StepCounts(), 0
         self.latency_mode = LatencyMode(self._counts, self._running)
@@ -765,5 +766,5 @@ class Scheduler:
             self._end_waiting(sequence)
             yield SequenceUpdate(sequence.sequence_id, error=error, usage=self._usage(sequence))
 
-    def _prefix_page_s(self, key: PageKey) -> float:
-        return self._costs.return_s(self._tiers.holds(key))
+    def _prefix_page_s(self, key: PageKey, num_blocks: float) -> float:
+        return self._costs.return_s(self._tiers.holds(key), num_blocks)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice, takewhile
 from typing import Literal
@@ -31,23 +31,24 @@ class _Entry:
 class TierSlots:
     """The leader's directory of a tier; slot numbers are the same on every worker.
 
-    A slot is free, being written, or holds a page. The page of least worth that is not being read is replaced first, by
-    GreedyDual (Young 1994): a page is worth 1 when it is written and 2 when it is used, plus the worth of the page that
-    was replaced last. Of equal worth the newest is replaced first. So prefixes lose their ends before their beginnings,
-    and of those that are used in turns as many stay whole as there is room for. The least recently used page would
-    always be the one that is needed next.
+    A slot is free, being written, or holds a page. All pages of a recurrent state have one key: they come, are read and
+    go together. The page of least worth that is not being read is replaced first, by GreedyDual (Young 1994): a page is
+    worth 1 when it is written and 2 when it is used, plus the worth of the page that was replaced last. Of equal worth
+    the newest is replaced first. So prefixes lose their ends before their beginnings, and of those that are used in
+    turns as many stay whole as there is room for. The least recently used page would always be the one that is needed
+    next.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.works = True  # `TierTraffic` gives up one that fails again and again
         self._free = list(range(num_slots - 1, -1, -1))
-        self._slots: dict[PageKey, int] = {}
+        self._slots: dict[PageKey, tuple[int, ...]] = {}  # one, or as many as a state has pages
         self._entries: dict[PageKey, _Entry] = {}  # of the pages that the tier holds
         self._heap: list[tuple[float, int, PageKey]] = []  # worth, -number, key: worths that have grown since, too
         self._floor = 0.0  # worth of the page replaced last
         self._number = 0  # of the page written last
-        self._writing: dict[PageKey, int] = {}
+        self._writing: dict[PageKey, tuple[int, ...]] = {}
         self._readers: Counter[PageKey] = Counter()
 
     def __contains__(self, key: PageKey | None) -> bool:
@@ -56,25 +57,31 @@ class TierSlots:
 
     @property
     def num_held(self) -> int:
-        return len(self._slots)
+        return self.num_slots - len(self._free) - sum(map(len, self._writing.values()))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def reserve(self, key: PageKey) -> int | None:
-        """A slot for a page, if need be that of the page of least worth; None: all are in use.
+    def reserve(self, key: PageKey, num_pages: int = 1) -> tuple[int, ...] | None:
+        """Slots for what has this key, if need be those of the pages of least worth; None: too many are in use.
 
-        The page must neither be here nor be being written. `written` or `fail` must follow.
+        It must neither be here nor be being written. `written` or `fail` must follow.
         """
         assert key not in self._slots and key not in self._writing
-        if not self._free:
-            victims = self.least_worth(1)
-            if not victims:
+        if (num_short := num_pages - len(self._free)) > 0:
+            victims = self.least_worth(num_short)
+            if self.num_pages_of(victims) < num_short:
                 return None
             self.evict(victims)
-        self._writing[key] = self._free.pop()
-        return self._writing[key]
+        slots = tuple(self._free[: -num_pages - 1 : -1])
+        del self._free[-num_pages:]
+        self._writing[key] = slots
+        return slots
+
+    def num_pages_of(self, keys: Iterable[PageKey]) -> int:
+        """Pages of these keys, which the tier holds."""
+        return sum([len(self._slots[key]) for key in keys])
 
     def is_coming(self, key: PageKey) -> bool:
         return key in self._writing
@@ -91,12 +98,13 @@ class TierSlots:
 
     def fail(self, keys: Iterable[PageKey]) -> None:
         """Frees the slots of pages that could not be written."""
-        self._free += [self._writing.pop(key) for key in keys]
+        for key in keys:
+            self._free += self._writing.pop(key)
 
     def begin_read(self, keys: Sequence[PageKey]) -> tuple[int, ...]:
         """Slots of pages, which are not replaced until `end_read`."""
         self._readers.update(keys)
-        return tuple(self._slots[key] for key in keys)
+        return tuple([slot for key in keys for slot in self._slots[key]])
 
     def touch(self, keys: Iterable[PageKey]) -> None:
         """Counts a use of those of the pages that are here."""
@@ -114,7 +122,7 @@ class TierSlots:
     def drop(self, key: PageKey) -> None:
         """Forgets a page. No-op if it is not here, or is being read."""
         if key not in self._readers and key in self._slots:
-            self._free.append(self._slots.pop(key))
+            self._free += self._slots.pop(key)
             del self._entries[key]
 
     def evict(self, keys: Iterable[PageKey]) -> None:
@@ -125,10 +133,13 @@ class TierSlots:
                 self.drop(key)
 
     def least_worth(self, num_pages: int) -> list[PageKey]:
-        """Up to `num_pages` pages that may be dropped, in the order in which they would be replaced."""
+        """Keys of `num_pages` pages that may be dropped, or of all, in the order in which they would be replaced.
+
+        A state may be the last of them, and have more pages than are left.
+        """
         keys: list[PageKey] = []
         entries: list[tuple[float, int, PageKey]] = []
-        while self._heap and len(keys) < num_pages:
+        while self._heap and num_pages > 0:
             worth, number, key = heappop(self._heap)
             entry = self._entries.get(key)
             if entry is None or entry.number != -number:
@@ -139,13 +150,19 @@ class TierSlots:
             entries.append((worth, number, key))
             if key not in self._readers:
                 keys.append(key)
+                num_pages -= len(self._slots[key])
         for item in entries:
             heappush(self._heap, item)
         return keys
 
+    def all_slots(self) -> Iterator[tuple[int, ...]]:
+        """Of each key that is here or being written, for integrity checks."""
+        return chain(self._slots.values(), self._writing.values())
+
     def check_integrity(self) -> None:
         """Raises AssertionError if a slot is lost or used twice."""
-        used = [*self._free, *self._slots.values(), *self._writing.values()]
+        used = [*self._free, *chain.from_iterable(self.all_slots())]
+        assert self.num_held == self.num_pages_of(self._slots), "pages are miscounted"
         assert sorted(used) == list(range(self.num_slots)), "a slot is lost or used twice"
         assert self._readers.keys() <= self._slots.keys(), "a page is read that is not there"
         assert self._entries.keys() == self._slots.keys(), "a page has no worth, or one that is not there has"
@@ -160,7 +177,7 @@ _LEAST_IN = 256  # pages that may be under way into the pool at once, however lo
 _LEAST_COPY_S = 1e-7  # lower bound of a page's measured time
 _STEPS_AHEAD = 4  # steps' worth of copies into the pool that are under way, so that copies never pause
 _MAX_FAILURES = 3  # in a row, after which a tier is given up
-_LOW = 8  # host memory runs low when less than one slot in 8 is free
+_LOW = 8  # host memory runs low when less than one slot in 8 is free, or fewer than a state takes
 
 
 @dataclass(frozen=True)
@@ -176,24 +193,27 @@ class _Move:
     kind: Literal["out", "down", "in"]  # pool to host, host to disk, a tier to the pool
     plan: PageMove
     keys: list[PageKey]
-    depth: int = 0  # of the first page of an "in" move
-    pool_pages: list[int] = field(default_factory=list)  # pages of the pool that are held until the move ends
+    depths: Sequence[int] = ()  # of an "in" move: pages before each
+    state: PageKey | None = None  # of an "in" move: which of the keys is that of a recurrent state
+    pool_pages: Sequence[int] = ()  # pages of the pool that are held until the move ends
     is_bad: bool = False  # the pages hold numbers that are not finite: what arrives is dropped
 
 
 class TierTraffic:
     """Owner of the tiers' slots, and of pages of the pool that are being copied."""
 
-    def __init__(self, memory: PagedMemory, sizes: TierSizes, costs: MeasuredCosts) -> None:
-        self._memory, self._costs = memory, costs
+    def __init__(self, memory: PagedMemory, sizes: TierSizes, costs: MeasuredCosts, num_state_pages: int = 0) -> None:
+        """`num_state_pages`: of a recurrent state, which the tiers keep if it has room in them."""
+        self._memory, self._costs, self._num_state_pages = memory, costs, num_state_pages
         self._tiers: dict[Tier, TierSlots] = {}  # the faster one first
         if sizes.host:
             self._tiers["host"] = TierSlots(sizes.host)
         if sizes.disk:
             self._tiers["disk"] = TierSlots(sizes.disk)
-        self._offered: dict[PageKey, int] = {}  # filled pages that wait to be copied, oldest first
+        # What waits to be copied, oldest first: a filled page, or the pages of a state.
+        self._offered: dict[PageKey, tuple[int, ...]] = {}
         self._moves: dict[int, _Move] = {}  # under way
-        self._targets: dict[PageKey, int] = {}  # pages being copied into the pool: their target
+        self._targets: dict[PageKey, tuple[int, ...]] = {}  # of what is being copied into the pool
         self._planned: list[PageMove] = []  # for the next plan
         self._number = 0  # of the last move
         self._failures_in_a_row: Counter[Tier] = Counter()
@@ -232,11 +252,15 @@ class TierTraffic:
             for key in bad_keys:
                 tier.drop(key)
 
-    def offer(self, page: int, key: PageKey) -> None:
-        """A page was filled, and is kept in the pool: it is copied to the next tier when there is time."""
+    def offer(self, pages: tuple[int, ...], key: PageKey) -> None:
+        """A page was filled, or a state written, and is kept in the pool: it is copied to the next tier when there is
+        time. Not a state for which the tier is too small.
+        """
         tiers = self._tiers.values()
-        if tiers and not any(tier.works and (key in tier or tier.is_coming(key)) for tier in tiers):
-            self._offered[key] = page
+        if not tiers or any(tier.works and (key in tier or tier.is_coming(key)) for tier in tiers):
+            return
+        if all(len(pages) <= tier.num_slots for tier in tiers):
+            self._offered[key] = pages
 
     def can_bring(self) -> bool:
         """More pages may begin to come into the pool now, if they are in a tier."""
@@ -244,7 +268,12 @@ class TierTraffic:
 
     def page_coming(self, key: PageKey) -> int | None:
         """The page of the pool into which this one is being copied; None: it is not."""
-        return self._targets.get(key)
+        pages = self._targets.get(key)
+        return None if pages is None else pages[0]
+
+    def coming_keys(self) -> AbstractSet[PageKey]:
+        """Of all that is being copied into the pool."""
+        return self._targets.keys()
 
     def bring(
         self, prefix: Sequence[int], depth: int, keys: Iterator[PageKey], keep: AbstractSet[Item], num_spared: int = 0
@@ -265,14 +294,63 @@ class TierTraffic:
             return []
         if not self._memory.has_room(len(copy_keys), keep, prefix):
             return []
-        self._memory.prefixes.acquire(prefix)  # they must not be evicted before the copies have ended
-        self._memory.make_room(len(copy_keys), keep)
-        pages = self._memory.allocator.allocate(len(copy_keys)) or ()
-        tier.touch(copy_keys)
-        move = self._begin("in", source, tier.begin_read(copy_keys), "device", pages, copy_keys)
-        move.depth, move.pool_pages = depth, [*prefix, *pages]
-        self._targets |= zip(copy_keys, pages, strict=True)
+        self._begin_in(source, copy_keys, range(depth, depth + len(copy_keys)), prefix, keep)
         return copy_keys
+
+    def bring_whole(
+        self,
+        prefix: Sequence[int],
+        absent: Mapping[PageKey, int],
+        state: PageKey,
+        keep: AbstractSet[Item],
+        num_spared: int,
+    ) -> bool:
+        """Starts copies into the pool of all that a prefix with a recurrent state lacks there, or of nothing.
+
+        `prefix`: pages that it does not lack. `absent`: depths by key, each in a tier; `state` is one of them, unless
+        that is not absent. `num_spared`: pages that need not be computed then. False if computing them is cheaper, if
+        the pool has no room for all, or if as much is under way as may be.
+        """
+        by_tier: dict[Tier, list[PageKey]] = {}
+        for key in absent:
+            source = next(name for name, tier in self._tiers.items() if key in tier and tier.works)
+            by_tier.setdefault(source, []).append(key)
+        num_pages = {source: self._tiers[source].num_pages_of(keys) for source, keys in by_tier.items()}
+        copy_s = sum([number * self._costs.costs(source).copy_s for source, number in num_pages.items()])
+        costs = self._costs.costs("host")
+        if copy_s + costs.step_s >= num_spared * costs.compute_s or not all(map(self._most_in, by_tier)):
+            return False
+        if not self._memory.has_room(sum(num_pages.values()), keep, prefix):
+            return False
+        for source, keys in by_tier.items():
+            pages = self._begin_in(source, keys, [absent[key] for key in keys], prefix, keep, state)
+            prefix = [*prefix, *pages]
+        return True
+
+    def _begin_in(
+        self,
+        source: Tier,
+        keys: list[PageKey],
+        depths: Sequence[int],
+        prefix: Sequence[int],
+        keep: AbstractSet[Item],
+        state: PageKey | None = None,
+    ) -> Sequence[int]:
+        """Starts copies of what has these keys, for which there is room, and holds `prefix` until they have ended.
+
+        Returns the pages into which it is copied.
+        """
+        tier = self._tiers[source]
+        num_pages = tier.num_pages_of(keys)
+        self._memory.prefixes.acquire(prefix)  # they must not be evicted before the copies have ended
+        self._memory.make_room(num_pages, keep)
+        pages = self._memory.allocator.allocate(num_pages) or ()
+        tier.touch(keys)
+        move = self._begin("in", source, tier.begin_read(keys), "device", pages, keys)
+        move.depths, move.state, move.pool_pages = depths, state, [*prefix, *pages]
+        targets = iter(pages)
+        self._targets |= {key: tuple(islice(targets, tier.num_pages_of((key,)))) for key in keys}
+        return pages
 
     def plan_moves(self) -> tuple[PageMove, ...]:
         """The moves that the next plan should begin."""
@@ -295,7 +373,7 @@ class TierTraffic:
                 yield from self._finish_in(move, is_good, end.seconds)
                 continue
             if is_good:
-                self._costs.observe_copy(slow, len(move.keys), end.seconds)
+                self._costs.observe_copy(slow, len(move.plan.source_pages), end.seconds)
             target = self._tiers[move.plan.target]
             (target.written if is_good else target.fail)(move.keys)
             if move.kind == "down":
@@ -303,12 +381,12 @@ class TierTraffic:
                 host.end_read(move.keys)
                 host.evict(move.keys if is_good else ())
             else:
-                self.num_pages_out += len(move.keys) if is_good else 0
+                self.num_pages_out += len(move.plan.source_pages) if is_good else 0
                 self._memory.prefixes.release(move.pool_pages)
             if move.is_bad:
                 self._drop_everywhere(move.keys)
 
-    def holders(self) -> Iterator[list[int]]:
+    def holders(self) -> Iterator[Sequence[int]]:
         """Pages of the pool that moves hold, for integrity checks."""
         return (move.pool_pages for move in self._moves.values())
 
@@ -316,9 +394,15 @@ class TierTraffic:
         """Raises AssertionError if a tier's slot is lost or used twice."""
         for tier in self._tiers.values():
             tier.check_integrity()
+            sizes = {1, self._num_state_pages or 1}
+            assert {len(slots) for slots in tier.all_slots()} <= sizes, "a part of a state is kept, or more than one"
         moves_in = [move for move in self._moves.values() if move.kind == "in"]
-        pairs = [pair for move in moves_in for pair in zip(move.keys, move.plan.target_pages, strict=True)]
-        assert len(pairs) == len(self._targets) and dict(pairs) == self._targets, "a page comes twice, or not at all"
+        keys = [key for move in moves_in for key in move.keys]
+        assert len(keys) == len(self._targets) and {*keys} == self._targets.keys(), "a page comes twice, or not at all"
+        for move in moves_in:
+            targets = [page for key in move.keys for page in self._targets[key]]
+            assert targets == [*move.plan.target_pages] and len(targets) == len(move.plan.source_pages)
+            assert len(move.depths) == len(move.keys)
 
     def _most_in(self, source: Tier) -> int:
         """The most pages that may be copied from this tier for one sequence now.
@@ -330,7 +414,7 @@ class TierTraffic:
         costs = self._costs.costs(source)
         max_pages = max(_LEAST_IN, int(_STEPS_AHEAD * costs.step_s / max(costs.copy_s, _LEAST_COPY_S)))
         moves = (move for move in self._moves.values() if move.kind == "in" and move.plan.source == source)
-        num_left = max(0, max_pages - sum(len(move.keys) for move in moves))
+        num_left = max(0, max_pages - sum(len(move.plan.source_pages) for move in moves))
         return min(num_left, max(_PAGES_PER_MOVE, num_left // 2))
 
     def _judge(self, tier: Tier, is_good: bool) -> None:
@@ -348,14 +432,16 @@ class TierTraffic:
     def _finish_in(self, move: _Move, is_good: bool, seconds: float) -> Iterator[PageKey]:
         tier = self._tiers[move.plan.source]
         tier.end_read(move.keys)
-        for key in move.keys:
-            del self._targets[key]
+        targets = [self._targets.pop(key) for key in move.keys]
         if is_good:
-            self._costs.observe_copy(move.plan.source, len(move.keys), seconds)
-            self.num_pages_in += len(move.keys)
+            self._costs.observe_copy(move.plan.source, len(move.plan.source_pages), seconds)
+            self.num_pages_in += len(move.plan.source_pages)
         if is_good and not move.is_bad:
-            for depth, (key, page) in enumerate(zip(move.keys, move.plan.target_pages, strict=True), move.depth):
-                self._memory.prefixes.insert(page, key, depth)
+            for key, depth, pages in zip(move.keys, move.depths, targets, strict=True):
+                if key == move.state:  # its worth is that of a copy, as long as the tier has it
+                    self._memory.prefixes.insert_state(pages, key, depth, depth)
+                else:
+                    self._memory.prefixes.insert(pages[0], key, depth)
         elif move.is_bad:
             self._drop_everywhere(move.keys)
         else:
@@ -374,18 +460,20 @@ class TierTraffic:
             keys: list[PageKey] = []
             slots: list[int] = []
             pages: list[int] = []
-            while self._offered and len(keys) < max_pages:
-                key, page = next(iter(self._offered.items()))
-                if self._memory.prefixes.page_of(key) != page or key in tier or tier.is_coming(key):
+            while self._offered and len(pages) < max_pages:
+                key, going = next(iter(self._offered.items()))
+                if self._memory.prefixes.page_of(key) != going[0] or key in tier or tier.is_coming(key):
                     del self._offered[key]  # the page was evicted before its turn
                     continue
-                slot = tier.reserve(key)
-                if slot is None:
+                if pages and len(pages) + len(going) > max_pages:
+                    break  # a state goes by itself
+                reserved = tier.reserve(key, len(going))
+                if reserved is None:
                     break
                 del self._offered[key]
                 keys.append(key)
-                slots.append(slot)
-                pages.append(page)
+                slots += reserved
+                pages += going
             if not keys:
                 return
             self._memory.prefixes.acquire(pages)
@@ -393,20 +481,21 @@ class TierTraffic:
 
     def _begin_down(self, host: TierSlots, disk: TierSlots) -> None:
         """Makes room in host memory before it is needed."""
-        if host.num_free * _LOW >= host.num_slots or any(move.kind == "down" for move in self._moves.values()):
+        min_free = max(host.num_slots / _LOW, min(self._num_state_pages, host.num_slots))
+        if host.num_free >= min_free or any(move.kind == "down" for move in self._moves.values()):
             return
         keys: list[PageKey] = []
         slots: list[int] = []
         for key in host.least_worth(2 * _PAGES_PER_MOVE):
-            if len(keys) == _PAGES_PER_MOVE:
+            if len(slots) >= _PAGES_PER_MOVE:
                 break
             if key in disk or disk.is_coming(key):
                 continue
-            slot = disk.reserve(key)
-            if slot is None:
+            reserved = disk.reserve(key, host.num_pages_of((key,)))
+            if reserved is None:
                 break
             keys.append(key)
-            slots.append(slot)
+            slots += reserved
         if keys:
             self._begin("down", "host", host.begin_read(keys), "disk", tuple(slots), keys)
 
