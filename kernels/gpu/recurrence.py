@@ -89,7 +89,7 @@ def _tables(batch: StateBatch) -> dict[str, Any]:
 
 def _convolve(
     x: torch.Tensor,
-    rule: Rule,
+    rule: GatedDelta | Mamba | ShortConvolution,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     first: int,

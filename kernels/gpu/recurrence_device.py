@@ -29,7 +29,7 @@ def _inputs(
     return value
 
 
-@triton.jit(do_not_specialize_on_alignment=_TABLES)
+@triton.jit(do_not_specialize=["conv_page"], do_not_specialize_on_alignment=_TABLES)
 def convolution_kernel(
     x,  # [num_rows, X_ROW]
     taps,  # [KEPT + 1, CHANNELS] float32
@@ -43,8 +43,8 @@ def convolution_kernel(
     is_fresh,  # [num_segments] uint8
     page_stride,
     conv_offset,
-    num_state_pages,
     conv_page,
+    num_state_pages,
     X_ROW: tl.constexpr,
     FIRST: tl.constexpr,  # where the convolution's inputs begin in a row of x
     CHANNELS: tl.constexpr,
@@ -184,7 +184,7 @@ def recurrence_kernel(
         before = floats + tl.load(source + state).to(tl.int64) * page_stride
         num_before = tl.where(tl.load(is_fresh + segment) == 0, KEY_DIM, 0)
         matrix = tl.load(before + place, mask=(key < num_before)[:, None] & is_column[None, :], other=0.0)
-        for index in range(0, count):
+        for index in tl.range(0, count, num_stages=3):
             row = start + index
             of_row = mixed + row * CHANNELS
             k = tl.load(of_row + FIRST_KEYS + first_key, mask=is_key, other=0.0).to(tl.float32)

@@ -22,7 +22,6 @@ from motet.kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
 from motet.kernels.recurrence import LayerState, Rule, StateBatch
 from motet.kernels.short_convolution import ShortConvolution
 
-
 META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
 KERNELS = triton_kernels(META, torch.bfloat16)
 FLOAT8_KV = with_float8_kv(KERNELS)
@@ -208,6 +207,7 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
         lambda: lora(64, 1, slab=SLAB_OF_FLOAT8),
         {"shrink_kernel", "expand_kernel"},
     ),
+    "four modules": (lambda: lora(64, 1, (0, 1, 2, 4)), {"shrink_kernel", "expand_kernel"}),
     "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
     "rows": (rows, {"norm_kernel", "gated_kernel"}),
     "float8": (float8, {"quantise_kernel"}),
