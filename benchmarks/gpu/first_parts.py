@@ -33,7 +33,7 @@ def parts(is_dry: bool) -> tuple[Part, ...]:
     found: list[tuple[str, float, Callable[[bool], Iterator[Record]]]] = [
         ("versions", 90.0, _versions),
         ("demo", 120.0, _demo),
-        ("checks", 120.0, partial(_kernels, names=("check_attention", "check_lora"))),
+        ("checks", 120.0, partial(_kernels, names=("check_attention", "check_lora", "check_recurrence"))),
         ("times", 120.0, partial(_kernels, names=_TIMED)),
         ("decode-1", 120.0, partial(_decodes, num_sequences=1)),
         ("decode-64", 180.0, partial(_decodes, num_sequences=64)),
@@ -55,6 +55,7 @@ _TIMED = (
     "time_chunks",
     "time_write_kv",
     "time_lora",
+    "time_recurrence",
     "time_norm",
     "time_float8",
     "time_activations",

@@ -83,8 +83,8 @@ def convolution_kernel(
                 if KEPT > 0:
                     is_kept = inside & (at < start) & (at >= oldest)
                     place = before + (at - start + KEPT)[:, None] * CHANNELS + channel[None, :]
-                    kept = tl.load(place, mask=is_kept[:, None] & live[None, :], other=0.0)
-                    value = tl.where(is_new[:, None], value, kept)
+                    state_value = tl.load(place, mask=is_kept[:, None] & live[None, :], other=0.0)
+                    value = tl.where(is_new[:, None], value, state_value)
                 factor = tl.load(taps + tap * CHANNELS + channel, mask=live, other=0.0)
                 total += value.to(tl.float32) * factor[None, :]
             if bias is not None:
@@ -108,8 +108,8 @@ def convolution_kernel(
             value = _inputs(x, at, channel, is_new[:, None] & live[None, :], X_ROW, FIRST, CHANNELS, GATED)
             is_kept = (at < start) & (at >= oldest)
             place = before + (at - start + KEPT)[:, None] * CHANNELS + channel[None, :]
-            kept = tl.load(place, mask=is_kept[:, None] & live[None, :], other=0.0)
-            value = tl.where(is_new[:, None], value, kept)
+            state_value = tl.load(place, mask=is_kept[:, None] & live[None, :], other=0.0)
+            value = tl.where(is_new[:, None], value, state_value)
             page = tl.load(target + state)
             after = pool + page.to(tl.int64) * page_stride + conv_offset
             place = after + (at - end + KEPT)[:, None] * CHANNELS + channel[None, :]

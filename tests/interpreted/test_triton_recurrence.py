@@ -42,7 +42,7 @@ def rounding() -> Iterator[None]:
     """The interpreter cuts the bits that bfloat16 has not; a GPU rounds, as torch does."""
     convert = interpreter._convert_float
 
-    def rounded(given: np.ndarray, given_dtype: Any, dtype: Any, mode: Any) -> np.ndarray:
+    def rounded(given: np.ndarray, given_dtype: Any, dtype: Any, mode: Any) -> Any:
         if (given_dtype, dtype) != (tl.float32, tl.bfloat16):
             return convert(given, given_dtype, dtype, mode)
         return torch.from_numpy(np.array(given)).bfloat16().view(torch.int16).numpy().view(np.uint16)

@@ -173,10 +173,10 @@ def delta(key_heads: int, value_heads: int) -> GatedDelta:
 
 def mamba(num_heads: int, num_groups: int, head_dim: int, state_size: int, has_norm: bool = True) -> Mamba:
     num_out = num_heads * head_dim
-    conv, of_heads = bf16(num_out + 2 * num_groups * state_size, 4), [floats(num_heads)] * 3
-    norm = floats(num_out) if has_norm else None
+    conv, of_heads = bf16(num_out + 2 * num_groups * state_size, 4), floats(num_heads)
+    norm, limits = floats(num_out) if has_norm else None, (0.0, math.inf)
     shape = (num_heads, num_groups, head_dim, state_size)
-    return Mamba(conv, floats(len(conv)), *of_heads, norm, 1e-5, *shape, (0.0, math.inf))
+    return Mamba(conv, floats(len(conv)), of_heads, of_heads, of_heads, norm, 1e-5, *shape, limits)
 
 
 RECURRENCE = {"convolution_kernel", "recurrence_kernel", "gated_norm_kernel"}
