@@ -16,6 +16,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.kernels.backend import plain_kernels, triton_kernels, with_float8_weights
 from motet.kernels.gpu.expert_lora import TritonExpertLora
 from motet.kernels.gpu.experts import TritonExperts
+from motet.kernels.gpu.recurrence import TritonRecurrence
 from motet.kernels.plain.expert_lora import HostExpertLora, HostExpertLoraBatch
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.engine_rig import EngineRig, Stock
@@ -139,6 +140,21 @@ def test_experts_that_ask_the_host_cannot_be_recorded(
             stock.engine(60, device="cuda", **small)
         lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
         assert lines & {"kernels/plain/experts.py", "kernels/plain/expert_lora.py"}, "chunks wait for them, too"
+        gpu.problems.clear()
+
+
+def test_states_that_ask_the_host_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows are of which sequence, as the twin has it: put back, it is found."""
+    stock, recur = qwen3_5(tmp_path), TritonRecurrence.__call__
+
+    def asking(kernel: TritonRecurrence, *arguments: Any) -> torch.Tensor:
+        arguments[-1].segment_rows.tolist()
+        return recur(kernel, *arguments)
+
+    monkeypatch.setattr(TritonRecurrence, "__call__", asking)
+    with stand_in_gpu() as gpu:
+        with pytest.raises(GraphError, match="while a graph is captured"):
+            stock.engine(60, device="cuda", **SMALL | {"max_num_sequences": 1, "max_tokens_per_step": 2})
         gpu.problems.clear()
 
 
