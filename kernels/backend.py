@@ -213,6 +213,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
     from .gpu.expert_lora import TritonExpertLora
     from .gpu.experts import TritonExperts
     from .gpu.lora import TritonLora
+    from .gpu.recurrence import TritonRecurrence
 
     attention, lora = TritonAttention(), TritonLora()
     expert_lora = TritonExpertLora(lora)
@@ -234,7 +235,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype, flash: FlashPackage
         add_layer_norm=triton_rows.add_layer_norm,
         gated=triton_rows.gated,
         multiply_gate=norms.multiply_gate,
-        recur=plain_recur,
+        recur=TritonRecurrence(),
         write_kv=attention.write_kv,
         paged_attention=attend,
         lora=lora,

@@ -64,7 +64,9 @@ class StateBatch:
     segment_rows: torch.Tensor  # [num_segments + 1] int32: segment i has rows [i] to [i + 1]; none is empty
     sequence_segments: torch.Tensor  # [num_sequences + 1] int32: sequence i has segments [i] to [i + 1]
     source: torch.Tensor  # [num_segments, num_state_pages] int32: pages of the pool with the state before the segment
-    target: torch.Tensor  # [num_segments, num_state_pages] int32: pages that get the state after it; may be the source
+    # [num_segments, num_state_pages] int32: pages that get the state after it; may be the source. In recorded steps all
+    # may be -1: the segment is padding, and its state is not written.
+    target: torch.Tensor
     is_fresh: torch.Tensor  # [num_segments] bool: the state before it is zero; `source` is not read
 
 

@@ -55,6 +55,36 @@ def time_float8_decodes(machine: Machine, kernels: Kernels | None, num_sequences
     yield from _explained(machine, chosen, size, f"B {num_sequences}, float8 weights")
 
 
+QWEN3_5_9B = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_TINY_HYBRID = TINY | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    **{"linear_num_key_heads": 1, "linear_num_value_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+
+
+def time_hybrid_decodes(machine: Machine, kernels: Kernels | None, num_sequences: int) -> Iterator[Record]:
+    """A step of a base of which most layers have a recurrent state in place of attention."""
+    config = _TINY_HYBRID if machine.is_dry else QWEN3_5_9B
+    size = decode_size(num_sequences, machine.is_dry, config=config)
+    yield from _explained(machine, kernels, size, f"B {num_sequences}, Qwen3.5-9B")
+
+
 def time_long_beside_short(machine: Machine, kernels: Kernels | None) -> Iterator[Record]:
     """One sequence of 128k tokens beside 63 of 1,024: attention alone, then the whole step."""
     chosen = kernels or choose_kernels(machine.device, machine.dtype, 1)

@@ -195,7 +195,13 @@ class Bench:
         make = FeedingExecutor if on_gpu else LocalExecutor
         executor = make(self.runner, loader, mover, kernels.choice, torch.get_num_threads(), machine.device)
         limits = GangLimits(
-            model.max_model_len, model.vocab_size, BLOCK, geometry.num_pages, size.max_tokens, size.num_sequences
+            model.max_model_len,
+            model.vocab_size,
+            BLOCK,
+            geometry.num_pages,
+            size.max_tokens,
+            size.num_sequences,
+            num_state_pages=geometry.state.num_pages,
         )
         scheduler = Scheduler(
             limits,

@@ -33,12 +33,13 @@ def parts(is_dry: bool) -> tuple[Part, ...]:
     found: list[tuple[str, float, Callable[[bool], Iterator[Record]]]] = [
         ("versions", 90.0, _versions),
         ("demo", 120.0, _demo),
-        ("checks", 120.0, partial(_kernels, names=("check_attention", "check_lora"))),
+        ("checks", 120.0, partial(_kernels, names=("check_attention", "check_lora", "check_recurrence"))),
         ("times", 120.0, partial(_kernels, names=_TIMED)),
         ("decode-1", 120.0, partial(_decodes, num_sequences=1)),
         ("decode-64", 180.0, partial(_decodes, num_sequences=64)),
         ("decode-256", 150.0, partial(_decodes, num_sequences=256)),
         ("decode-64-float8", 120.0, _float8_decodes),
+        ("hybrid-64", 150.0, _hybrid_decodes),
         ("prompts", 150.0, _prompts),
         ("layers", 90.0, _layers),
         ("sweep", 120.0, _sweep),
@@ -55,6 +56,7 @@ _TIMED = (
     "time_chunks",
     "time_write_kv",
     "time_lora",
+    "time_recurrence",
     "time_norm",
     "time_float8",
     "time_activations",
@@ -114,6 +116,13 @@ def _float8_decodes(is_dry: bool) -> Iterator[Record]:
 
     with ExitStack() as stack:
         yield from time_float8_decodes(_machine(is_dry, stack), _twins(is_dry), 64)
+
+
+def _hybrid_decodes(is_dry: bool) -> Iterator[Record]:
+    from motet.benchmarks.gpu.decode_rows import time_hybrid_decodes
+
+    with ExitStack() as stack:
+        yield from time_hybrid_decodes(_machine(is_dry, stack), _twins(is_dry), 64)
 
 
 def _prompts(is_dry: bool) -> Iterator[Record]:

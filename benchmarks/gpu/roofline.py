@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from motet.workers.models.config import ModelConfig
 
 # Of a layer: two norms, four products, rotary embedding with the write of KV, attention and its combination of splits,
-# the activation. An adapter adds a shrink and an expand for each of the four products.
+# the activation; with a recurrent state in place of attention the convolution, the state and the gated norm. An adapter
+# adds a shrink and an expand for each of the four products.
 _LAUNCHES_A_LAYER, _LAUNCHES_OF_ADAPTERS = 10, 8
 _LAUNCHES_OF_FLOAT8 = 4  # the inputs of each product are quantised
 _OTHER_LAUNCHES = 4  # embedding, last norm, head, logits to float32
@@ -54,7 +55,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Floor:
-    """`components`: weights, KV, adapters, launches, in this order."""
+    """`components`: weights, KV, adapters, launches, and of a base with recurrent states these, in this order."""
 
     components: tuple[Component, ...]
 
@@ -85,12 +86,14 @@ def roofline(model: ModelConfig, step: DecodeStep, limits: Device) -> Floor:
         return Component(name, read_bytes, max(read_bytes / limits.bytes_per_s, products_s))
 
     launches = num_launches(model, step.num_adapters > 0, step.weights_in_float8)
+    has_states = model.recurrent is not None
     return Floor(
         (
-            read("weights", "KQV", "O", "UG", "D", "head"),
+            read("weights", "KQV", "O", "UG", "D", "head", *(["state inputs", "state output"] if has_states else [])),
             read("KV", "decode attention"),
             read("adapters", *(["LoRA"] if step.num_adapters else [])),
             Component("launches", 0, launches * limits.launch_s),
+            *([read("states", "recurrence")] if has_states else []),
         )
     )
 
@@ -127,6 +130,7 @@ class Line:
 _KERNELS_OF = {  # parts of names, in lower case; the first component with one that fits
     "adapters": ("shrink_kernel", "expand_kernel"),
     "KV": ("decode_kernel", "combine_kernel", "chunk_kernel", "flash", "fmha"),
+    "states": ("convolution_kernel", "recurrence_kernel", "gated_norm_kernel"),
     "weights": ("gemm", "gemv", "cutlass", "nvjet", "cublas", "xmma", "splitk", "grouped_linear", "quantise"),
 }
 OTHER_KERNELS = "other kernels"

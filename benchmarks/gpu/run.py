@@ -81,7 +81,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
     """The sections by name, in their order. `only`: "kernels" or "engine"."""
-    from motet.benchmarks.gpu import attention_rows, engine_rows, lora_rows, peft_rows, row_rows
+    from motet.benchmarks.gpu import attention_rows, engine_rows, lora_rows, peft_rows, recurrence_rows, row_rows
     from motet.kernels.backend import choose_kernels, triton_kernels
 
     chosen = triton_kernels(machine.device, machine.dtype)
@@ -89,11 +89,13 @@ def sections(machine: Machine, only: str | None) -> Iterator[tuple[str, Callable
         for section in (
             attention_rows.check_attention,
             lora_rows.check_lora,
+            recurrence_rows.check_recurrence,
             attention_rows.time_decode,
             attention_rows.time_float8_kv,
             attention_rows.time_chunks,
             attention_rows.time_write_kv,
             lora_rows.time_lora,
+            recurrence_rows.time_recurrence,
             row_rows.time_norm,
             row_rows.time_float8,
             row_rows.time_activations,

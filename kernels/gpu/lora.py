@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 LEAST_TILE = 16  # fewest elements of a row that a matrix instruction takes
 _SHORT_TILE, _TALL_TILE = 16, 64  # rows
+_MOST_MODULES = 4  # that share an input, as those of Gated DeltaNet do
 _ROWS_OF_SHORT_TILES = 256  # most rows of a segment in short tiles; for more, tall tiles read its matrices less often
 
 
@@ -233,7 +234,7 @@ class TritonLora:
         return launches
 
     def _make_launches(self, batch: TritonLoraBatch, modules: tuple[int, ...]) -> _Launches:
-        assert len(modules) <= 3, "at most three modules share an input"
+        assert len(modules) <= _MOST_MODULES, "at most four modules share an input"
         tuning, widest, num_modules = self._tuning, tile_width(batch.geometry), len(modules)
         num_in = batch.geometry.sides[modules[0]][0]
         outputs = [batch.geometry.sides[module][1] for module in modules]
@@ -241,7 +242,7 @@ class TritonLora:
         pairs = len(batch.tiles) * num_modules
         splits = self._num_splits(pairs, batch.tile_rows, num_in // run)
         shared = {
-            **{f"MODULE_{slot}": modules[min(slot, num_modules - 1)] for slot in range(3)},
+            **{f"MODULE_{slot}": modules[min(slot, num_modules - 1)] for slot in range(_MOST_MODULES)},
             "SLOTS": num_modules,
             "NUM_MODULES": len(batch.geometry.sides),
             "SLAB": batch.geometry.slab,
@@ -250,7 +251,7 @@ class TritonLora:
         }
         shrink = {"NUM_IN": num_in, "WIDTH": min(widest, tuning.shrink_width), "RUN": run, "num_warps": 4}
         expand = {
-            **{f"OUT_{slot}": outputs[slot] if slot < num_modules else 0 for slot in range(3)},
+            **{f"OUT_{slot}": outputs[slot] if slot < num_modules else 0 for slot in range(_MOST_MODULES)},
             "WIDTH": width,
             "num_warps": 8 if batch.tile_rows == 64 else 4,
         }

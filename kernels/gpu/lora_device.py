@@ -102,6 +102,7 @@ def shrink_kernel(
     MODULE_0: tl.constexpr,
     MODULE_1: tl.constexpr,
     MODULE_2: tl.constexpr,
+    MODULE_3: tl.constexpr,
     SLOTS: tl.constexpr,  # modules of this launch
     NUM_MODULES: tl.constexpr,
     NUM_IN: tl.constexpr,
@@ -127,6 +128,8 @@ def shrink_kernel(
         module = MODULE_1
     if slot == 2:
         module = MODULE_2
+    if SLOTS > 3:
+        module = tl.where(slot == 3, MODULE_3, module)
     part = parts + (segment * NUM_MODULES + module) * 4
     a_rows, a = tl.load(part + 1).to(tl.int32), _element(part + 2)
     pages += tl.load(first_pages + segment)
@@ -179,11 +182,13 @@ def expand_kernel(
     MODULE_0: tl.constexpr,
     MODULE_1: tl.constexpr,
     MODULE_2: tl.constexpr,
+    MODULE_3: tl.constexpr,
     SLOTS: tl.constexpr,
     NUM_MODULES: tl.constexpr,
     OUT_0: tl.constexpr,
     OUT_1: tl.constexpr,
     OUT_2: tl.constexpr,
+    OUT_3: tl.constexpr,
     SLAB: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -200,7 +205,7 @@ def expand_kernel(
         return
     programs = tl.num_programs(0) // live_tiles
     # Of WIDTH columns each, few enough to a block for enough programs, with a short last block of each module.
-    steps = tl.cdiv((OUT_0 + OUT_1 + OUT_2) // WIDTH, programs - (SLOTS - 1))
+    steps = tl.cdiv((OUT_0 + OUT_1 + OUT_2 + OUT_3) // WIDTH, programs - (SLOTS - 1))
     block = tl.program_id(0) // live_tiles
     slot, module, width, column = 0, MODULE_0, OUT_0, 0
     num_before = tl.cdiv(OUT_0 // WIDTH, steps)
@@ -209,6 +214,10 @@ def expand_kernel(
         num_before = tl.cdiv(OUT_1 // WIDTH, steps)
         if block >= num_before:
             slot, module, width, column, block = 2, MODULE_2, OUT_2, OUT_0 + OUT_1, block - num_before
+            if SLOTS > 3:
+                num_before = tl.cdiv(OUT_2 // WIDTH, steps)
+                if block >= num_before:
+                    slot, module, width, column, block = 3, MODULE_3, OUT_3, OUT_0 + OUT_1 + OUT_2, block - num_before
     width = tl.multiple_of(width, 16)
     offset = block * steps * WIDTH  # the first column, in the module's output
     if offset >= width:

@@ -19,6 +19,8 @@ from motet.workers.wire.messages import SamplingParams
 TOLERANCE = 1e-3  # of logits in float32
 NUM_TOKENS = 4
 ADAPTERS = (None, RECIPES[0].name, "patterns")  # mixed ranks, by module and by layer
+FAMILIES = ["llama", "gemma2", "mixtral", "gpt_oss", "llama4", "deepseek_v3"]
+FAMILIES += ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"]  # with recurrent states
 LENGTHS = (9, 3, 6)  # of prompts, in tokens: the interpreter is slow
 
 
@@ -41,7 +43,7 @@ class Bench:
     stock: Stock
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "mixtral", "gpt_oss", "llama4", "deepseek_v3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
     folder = tmp_path_factory.mktemp(request.param)
     # Rows of experts' adapters with runs of 16 elements, as Triton needs them.

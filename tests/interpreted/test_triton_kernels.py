@@ -29,7 +29,7 @@ from motet.workers.plan import SequencePlan, StepPlan, packed
 CPU = torch.device("cpu")
 KERNELS = triton_kernels(CPU, torch.float32)
 TOLERANCE = 2e-4  # sums run in another order
-GROUPS = ((0, 1, 2), (3,), (4, 5), (6,))  # of modules that share an input
+GROUPS = ((0, 1, 2), (3,), (4, 5), (6,), (0, 1, 2, 4))  # of modules that share an input
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -248,7 +248,7 @@ def test_an_expand_program_goes_through_many_columns() -> None:
     pool, segments, geometry, num_rows = adapters_in_pool(adapters, 256, generator)
     lora, twin = TritonLora(LoraTuning(expand_programs=1, expand_width=16, shrink_width=16)), PlainLora()
     prepared, twin_prepared = lora.prepare(segments, geometry, CPU), twin.prepare(segments, geometry, CPU)
-    for modules in ((0, 1, 2), (4, 5)):
+    for modules in ((0, 1, 2), (4, 5), (0, 1, 2, 4)):
         x = torch.randn(num_rows, geometry.sides[modules[0]][0], generator=generator)
         y = torch.randn(num_rows, sum(geometry.sides[m][1] for m in modules), generator=generator)
         expected = y.clone()

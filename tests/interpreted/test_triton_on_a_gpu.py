@@ -16,6 +16,7 @@ from motet.adapters.store.store import AdapterStore
 from motet.kernels.backend import plain_kernels, triton_kernels, with_float8_weights
 from motet.kernels.gpu.expert_lora import TritonExpertLora
 from motet.kernels.gpu.experts import TritonExperts
+from motet.kernels.gpu.recurrence import TritonRecurrence
 from motet.kernels.plain.expert_lora import HostExpertLora, HostExpertLoraBatch
 from motet.kernels.plain.experts import PlainExperts
 from motet.tests.rigs.engine_rig import EngineRig, Stock
@@ -42,6 +43,15 @@ def llama(folder: Path) -> Stock:
     return Stock.make(model, {ADAPTER: adapter}, folder / "store")
 
 
+def qwen3_5(folder: Path) -> Stock:
+    """Two layers with a recurrent state, each with LoRA of four modules that share an input, and one with attention."""
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 16}  # outputs of all linears have runs of 16
+    sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 8, "head_dim": 16}
+    model = write_model("qwen3_5", folder / "model", **sizes)
+    adapter = write_adapters(model, folder / "adapters")[ADAPTER]
+    return Stock.make(model, {ADAPTER: adapter}, folder / "store", block_size=16)
+
+
 def mixtral(folder: Path) -> Stock:
     """With an adapter of all experts but one, whose rows have runs of 16 elements as Triton needs them."""
     model = write_model("mixtral", folder / "model", intermediate_size=48, num_hidden_layers=1)
@@ -66,7 +76,7 @@ def answers(rig: EngineRig) -> list[list[int]]:
     return [output.token_ids for output in rig.outputs.values()]
 
 
-@pytest.mark.parametrize("family", [llama, mixtral])
+@pytest.mark.parametrize("family", [llama, mixtral, qwen3_5])
 def test_decodes_are_replayed_and_give_the_cpus_tokens(family: Callable[[Path], Stock], tmp_path: Path) -> None:
     stock = family(tmp_path)
     with stock.engine(60) as rig:
@@ -81,6 +91,8 @@ def test_decodes_are_replayed_and_give_the_cpus_tokens(family: Callable[[Path], 
         assert gpu.tally.replays > 0
         assert gpu.tally.launches["chunk_kernel"] > 0, "attention of prompts runs outside of the graphs"
         assert gpu.tally.launches["write_kv_kernel"] == 0, "a step was launched kernel by kernel"
+        if family is qwen3_5:
+            assert gpu.tally.launches["recurrence_kernel"] > 0, "and so do the states of prompts"
         if family is mixtral:
             assert "experts.0,2-3.up_proj" in stock.refs[ADAPTER].module_ranks, "the adapter has parts for experts"
 
@@ -128,6 +140,21 @@ def test_experts_that_ask_the_host_cannot_be_recorded(
             stock.engine(60, device="cuda", **small)
         lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
         assert lines & {"kernels/plain/experts.py", "kernels/plain/expert_lora.py"}, "chunks wait for them, too"
+        gpu.problems.clear()
+
+
+def test_states_that_ask_the_host_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows are of which sequence, as the twin has it: put back, it is found."""
+    stock, recur = qwen3_5(tmp_path), TritonRecurrence.__call__
+
+    def asking(kernel: TritonRecurrence, *arguments: Any) -> torch.Tensor:
+        arguments[-1].segment_rows.tolist()
+        return recur(kernel, *arguments)
+
+    monkeypatch.setattr(TritonRecurrence, "__call__", asking)
+    with stand_in_gpu() as gpu:
+        with pytest.raises(GraphError, match="while a graph is captured"):
+            stock.engine(60, device="cuda", **SMALL | {"max_num_sequences": 1, "max_tokens_per_step": 2})
         gpu.problems.clear()
 
 

@@ -25,7 +25,7 @@ from motet.workers.wire.messages import TokenLogprobs
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 3600  # of a program that takes half a minute on a fast machine
 pytestmark = pytest.mark.timeout(DEADLINE_S)
-DECODES = {"decode-1", "decode-64", "decode-256", "decode-64-float8"}
+DECODES = {"decode-1", "decode-64", "decode-256", "decode-64-float8", "hybrid-64"}
 PARTS = {"versions", "demo", "checks", "times", *DECODES, "prompts", "layers", "sweep", "long"}
 BAD_PARTS = """
 import ctypes, sys, time

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from motet.benchmarks.gpu.decode_rows import QWEN3_5_9B
 from motet.benchmarks.gpu.engine_bench import FULL_SIZE, model_of
 from motet.benchmarks.gpu.roofline import (
     OTHER_KERNELS,
@@ -63,6 +64,18 @@ def test_what_a_step_has_not_costs_nothing() -> None:
     assert weights.floor_s == pytest.approx(weights.num_bytes / 3.35e12)
 
 
+def test_states_are_read_and_written_once() -> None:
+    """Of 24 of 32 layers, 32 heads of 128 columns and keys each, in float32."""
+    floor = roofline(model_of(replace(FULL_SIZE, config=QWEN3_5_9B)), STEP, H100)
+    weights, kv, _, _, states = floor.components
+    assert states.num_bytes == 2 * 64 * 24 * 32 * 128 * 128 * 4
+    assert kv.num_bytes == 64 * 1024 * 8 * 2 * 4 * 256 * 2
+    inputs = 2 * 16 * 128 + 2 * 32 * 128 + 2 * 32  # q and k, v and z, b and a
+    recurrent = 24 * 4096 * (inputs + 32 * 128)
+    attention = 8 * 4096 * (3 * 16 * 256 + 2 * 4 * 256)  # q with its gate, o, k and v
+    assert weights.num_bytes == 2 * (recurrent + attention + 32 * 3 * 4096 * 12288 + 248320 * 4096)
+
+
 def test_windows_bound_what_is_read_of_the_kv() -> None:
     sliding = replace(LLAMA, sliding_windows=(256, None) * 16)
     assert roofline(sliding, STEP, H100).components[1].num_bytes == 64 * (256 + 1024) * 131072 // 2
@@ -83,6 +96,7 @@ def test_large_batches_are_bound_by_products() -> None:
         ("decode_kernel", "KV"),
         ("void flash::FlashAttnFwdSm90<...>", "KV"),
         ("shrink_kernel", "adapters"),
+        ("recurrence_kernel", "states"),
         ("norm_kernel", OTHER_KERNELS),
         ("Memcpy DtoH (Device -> Pinned)", OTHER_KERNELS),
     ],

@@ -10,7 +10,20 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
-from motet.tests.rigs.kernel_launches import HEADS, KERNELS, META, attend, bf16, experts, float8, lora
+from motet.tests.rigs.kernel_launches import (
+    HEADS,
+    KERNELS,
+    META,
+    RECURRENCE,
+    attend,
+    bf16,
+    delta,
+    experts,
+    float8,
+    lora,
+    mamba,
+    recur,
+)
 from motet.tests.rigs.launch_grid import grid_problem
 from motet.tests.rigs.triton_compile import Launch, recorded
 
@@ -66,6 +79,8 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
         lambda: expert_lora(MOST_ROWS, 1024),
         {"group_kernel", "combine_pairs_kernel", "pair_tiles_kernel", "shrink_kernel", "expand_kernel"},
     ),
+    "states of decodes": (lambda: recur(delta(16, 64), MOST_SEQUENCES, MOST_SEQUENCES), RECURRENCE),
+    "states of a prompt": (lambda: recur(mamba(128, 8, 64, 128), MOST_ROWS, 1), RECURRENCE),
     "pairs": (lambda: experts(MOST_ROWS * TOP_K), {"grouped_linear_kernel"}),
     "rows": (rows, {"norm_kernel", "gated_kernel", "quantise_kernel"}),
 }

@@ -60,6 +60,9 @@ INTENTS = {
     "combine_pairs_kernel": Intent((6, 6, 6)),
     "pair_tiles_kernel": Intent((6, 6, 6)),
     "norm_kernel": Intent((2, 2, 2)),
+    "convolution_kernel": Intent((4, 4, 4)),
+    "recurrence_kernel": Intent((8, 8, 8)),
+    "gated_norm_kernel": Intent((2, 2, 2)),
     "quantise_kernel": Intent((2, 2, 2)),
     "gated_kernel": Intent((8, 8, 8)),
 }

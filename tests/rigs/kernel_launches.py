@@ -14,9 +14,13 @@ from motet.kernels.attention import AttentionBatch, LayerKV
 from motet.kernels.backend import Kernels, triton_kernels, with_float8_kv
 from motet.kernels.experts import ExpertGroups
 from motet.kernels.float8_kv import Float8KV, float8_view
+from motet.kernels.gated_delta import GatedDelta
 from motet.kernels.gpu.float8 import ScaledFloat8
 from motet.kernels.lora import LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.mamba import Mamba
 from motet.kernels.norms import ACTIVATIONS, Activation, ClampedSwiglu
+from motet.kernels.recurrence import LayerState, Rule, StateBatch
+from motet.kernels.short_convolution import ShortConvolution
 
 META = torch.device("meta")  # shapes and strides, no memory: real sizes cost nothing
 KERNELS = triton_kernels(META, torch.bfloat16)
@@ -139,6 +143,43 @@ def expert_pairs(num_rows: int) -> None:
     KERNELS.expert_lora.of_pairs(prepared, groups, 0)
 
 
+def recur(rule: Rule, num_rows: int, num_sequences: int) -> None:
+    """A layer with a state, whose matrices lie in 4 pages."""
+    num_heads = getattr(rule, "num_value_heads", getattr(rule, "num_heads", 0))
+    size = rule.head_shape[0] * rule.head_shape[1]
+    places = [(head % 4, head // 4 * size) for head in range(num_heads)]
+    pages, offsets = (torch.tensor(each, dtype=torch.int32) for each in zip(*places or [(0, 0)], strict=True))
+    state = LayerState(pages[:num_heads], offsets[:num_heads], 3, num_heads * size)
+    pool = bf16(2000, 8, 131_072)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.int32, device=META)
+
+    tables = (ints(num_sequences + 1), ints(num_sequences + 1), ints(num_sequences, 4), ints(num_sequences, 4))
+    fresh = torch.empty(num_sequences, dtype=torch.bool, device=META)
+    KERNELS.recur(bf16(num_rows, rule.width), rule, pool, state, StateBatch(*tables, fresh))
+
+
+def floats(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device=META)
+
+
+def delta(key_heads: int, value_heads: int) -> GatedDelta:
+    """Qwen3.5 and Qwen3-Next."""
+    conv = bf16(128 * (2 * key_heads + value_heads), 4)
+    of_heads = floats(value_heads), floats(value_heads)
+    return GatedDelta(conv, *of_heads, floats(128), 1e-6, key_heads, value_heads, 128, 128)
+
+
+def mamba(num_heads: int, num_groups: int, head_dim: int, state_size: int, has_norm: bool = True) -> Mamba:
+    num_out = num_heads * head_dim
+    conv, of_heads = bf16(num_out + 2 * num_groups * state_size, 4), floats(num_heads)
+    norm, limits = floats(num_out) if has_norm else None, (0.0, math.inf)
+    shape = (num_heads, num_groups, head_dim, state_size)
+    return Mamba(conv, floats(len(conv)), of_heads, of_heads, of_heads, norm, 1e-5, *shape, limits)
+
+
+RECURRENCE = {"convolution_kernel", "recurrence_kernel", "gated_norm_kernel"}
 PAIRS = {"group_kernel", "combine_pairs_kernel", "pair_tiles_kernel"}
 ATTENTION = {"split_kernel", "decode_kernel", "combine_kernel", "chunk_kernel"}
 CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
@@ -166,9 +207,17 @@ CASES: dict[str, tuple[Callable[[], None], set[str]]] = {
         lambda: lora(64, 1, slab=SLAB_OF_FLOAT8),
         {"shrink_kernel", "expand_kernel"},
     ),
+    "four modules": (lambda: lora(64, 1, (0, 1, 2, 4)), {"shrink_kernel", "expand_kernel"}),
     "one adapter": (lambda: lora(1, 2048), {"shrink_kernel", "expand_kernel"}),
     "rows": (rows, {"norm_kernel", "gated_kernel"}),
     "float8": (float8, {"quantise_kernel"}),
+    "Gated DeltaNet": (lambda: recur(delta(16, 32), 64, 64), RECURRENCE),
+    "Mamba-2, states of 128": (lambda: recur(mamba(128, 1, 64, 128), 64, 64), RECURRENCE),
+    "Mamba-2, states of 256": (lambda: recur(mamba(24, 1, 128, 256, has_norm=False), 64, 64), RECURRENCE),
+    "short convolutions": (
+        lambda: recur(ShortConvolution(bf16(2048, 3), floats(2048)), 64, 64),
+        {"convolution_kernel"},
+    ),
     "pairs of decodes": (lambda: expert_pairs(64), PAIRS),
     "pairs of a chunk": (lambda: expert_pairs(2048), PAIRS),
     "few pairs": (lambda: experts(64), {"grouped_linear_kernel"}),

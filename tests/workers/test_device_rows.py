@@ -6,12 +6,13 @@ import random
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.joint_sampling import ChoicesUnderWay, RowChoice
 from motet.workers.execution.begun_step import BegunStep
 from motet.workers.execution.device_rows import DeviceInputs, DeviceRows, PageTables, StepInputs, make_inputs
-from motet.workers.plan import SamplePlan, SequencePlan, StepPlan, packed
+from motet.workers.plan import SamplePlan, SequencePlan, StatePlan, StepPlan, packed
 from motet.workers.wire.messages import SamplingParams
 
 BLOCK, MOST_PAGES, MOST_SEQUENCES = 4, 9, 5
@@ -116,6 +117,35 @@ def test_tokens_are_those_that_the_step_before_has_chosen() -> None:
     assert token_ids.tolist() == [17, 41, 0, 0, 0]
     assert batch.positions.tolist() == [3, 5, 5, -1, -1], "padding writes nothing"
     assert batch.row_pages[:3].tolist() == [5, 2, 4]
+
+
+def test_states_of_a_step() -> None:
+    """As they are laid out without tables; recorded decodes have them where they never move, and padding behind."""
+    kept = DeviceRows(PageTables(MOST_SEQUENCES, MOST_PAGES, CPU), BLOCK, num_state_pages=2)
+    goes_on = StatePlan(packed([8, 9]), packed([8, 9]))
+    prompt = StatePlan(b"", packed([3, 4]), (2, 5), packed([10, 11, 12, 13]))
+    parts = [
+        replace(part(1, 1, 3, [5]), state=goes_on),
+        replace(part(2, 7, 0, [6, 7]), state=prompt),
+        replace(part(3, 1, 0, [20]), state=StatePlan(b"", packed([1, 2]))),
+    ]
+    for chosen in (parts, [parts[0], parts[2]]):
+        requested = plan(*chosen)
+        ours, theirs = kept.inputs(requested, {}, BegunStep()), make_inputs(requested, {}, BLOCK, CPU, 2)
+        assert ours.states is not None and theirs.states is not None
+        for name, tensor in vars(theirs.states).items():
+            assert torch.equal(getattr(ours.states, name), tensor)
+    assert ours.states is not None
+    assert ours.is_decode
+    for size, expected in ((5, [8, 9, 1, 2] + [-1] * 6), (3, [8, 9, 1, 2, -1, -1])):
+        kept.fill_states(ours.states, size)
+        fixed = kept.fixed_states(size)
+        assert fixed is not None
+        assert fixed.target.flatten().tolist() == expected
+        assert fixed.source[0].tolist() == [8, 9]
+        assert fixed.is_fresh.tolist() == [False, *[True] * (size - 1)]
+        assert fixed.segment_rows.tolist() == fixed.sequence_segments.tolist() == list(range(size + 1))
+    assert rows().fixed_states(3) is None
 
 
 def test_a_step_that_chose_nothing_feeds_no_sequence() -> None:

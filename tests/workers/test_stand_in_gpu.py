@@ -233,7 +233,7 @@ def test_all_graphs_write_their_logits_into_one_buffer(gpu: StandInGpu) -> None:
     """At 256 rows of Llama 3's vocabulary one is 131 MB, and there are more than thirty graphs."""
     table = torch.randn(9, 7, device=GPU)
     graphs = DecodeGraphs(
-        lambda token_ids, attention, lora: table[token_ids],
+        lambda token_ids, attention, lora, states: table[token_ids],
         RecordedAdapters(NoAdapters(), 6, 6),
         rows=DeviceRows(PageTables(6, 2, GPU), 8),
         max_rows=6,

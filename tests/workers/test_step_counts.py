@@ -32,6 +32,29 @@ def test_a_step_is_one_copy_to_the_device_and_one_back(few: Counts) -> None:
     assert few.launches < 10 * MEASURED
 
 
+HYBRID = {  # Qwen3.5
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def test_states_are_in_the_same_copy() -> None:
+    """Pages before and after the step, whether it is the first, and where each sequence's one row is."""
+    for load in (FEW, MANY):
+        counts, num = count(2, 0, HYBRID, load), load.num_sequences
+        assert (counts.copies_to_device, counts.copies_to_host, counts.waits) == (MEASURED, MEASURED, MEASURED)
+        of_states = num * (2 * 4 + 1) + 2 * 4 * (num + 1)  # a state takes one page here
+        assert counts.bytes_to_device == MEASURED * (num * 4 * 8 + of_states) + num * 12
+        assert counts.bytes_to_host == MEASURED * num * 8
+        assert counts.idle_waits == 0, "the device has the next step already"
+    assert counts.launches < 20 * MEASURED
+
+
 def test_adapters_are_within_the_graph(few: Counts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables that are copied in each step, put back, are found."""
     there = count(1, 2, load=FEW)

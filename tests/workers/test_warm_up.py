@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,6 +54,19 @@ def specialisations_of(stock: Stock, seed: int) -> tuple[set[Specialisation], se
         rig.finish()
         assert [output.error for output in rig.outputs.values()] == [None] * 24
         return before, found - before
+
+
+def test_serving_with_recurrent_states_needs_none_either(tmp_path: Path) -> None:
+    sizes = {"linear_num_value_heads": 16, "linear_key_head_dim": 16, "linear_value_head_dim": 8, "head_dim": 16}
+    model = write_model("qwen3_5", tmp_path / "model", max_position_embeddings=LONGEST, **sizes)
+    adapters = write_adapters(model, tmp_path / "adapters")
+    chosen = {name: adapters[name] for name in ADAPTERS if name is not None}
+    stock = Stock.make(model, chosen, tmp_path / "store", block_size=32, dtype="bfloat16")
+    before, later = specialisations_of(stock, seed=1)
+    kernels = Counter(name for name, *_ in before)
+    # One for each layer's weights is enough: nothing that differs from step to step is compiled for.
+    assert kernels["convolution_kernel"] == kernels["recurrence_kernel"] == kernels["gated_norm_kernel"] == 1
+    assert later == set(), sorted({name for name, *_ in later})
 
 
 def test_serving_needs_no_kernel_that_was_not_compiled(llama: Stock) -> None:

@@ -126,14 +126,16 @@ def make_inputs(
         tuple(s.sample for _, s in sampled if s.sample is not None),
         scored_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
         pooled_rows(sequences, query_starts) if len(sampled) < query_starts[-1] else (),
-        state_batch(sequences, query_starts, num_state_pages, device) if num_state_pages else None,
+        StateBatch(*staged(device, *state_tables(sequences, query_starts, num_state_pages)))
+        if num_state_pages
+        else None,
     )
 
 
-def state_batch(
-    sequences: Sequence[SequencePlan], query_starts: Sequence[int], num_state_pages: int, device: torch.device
-) -> StateBatch:
-    """Whose rows go on from which recurrent state.
+def state_tables(
+    sequences: Sequence[SequencePlan], query_starts: Sequence[int], num_state_pages: int
+) -> tuple[torch.Tensor, ...]:
+    """Whose rows go on from which recurrent state, as the fields of a `StateBatch`, on the host.
 
     A sequence whose state is kept in between has several segments, which begin with what is kept. Sequences of a plan
     that only measures have no state in it: they write to the pool's first page.
@@ -151,7 +153,7 @@ def state_batch(
     rows.append(query_starts[-1])
     tables = [torch.frombuffer(each, dtype=torch.int32).view(len(fresh), -1) for each in (source, target)]
     numbers = [torch.frombuffer(each, dtype=torch.int32) for each in (rows, firsts)]
-    return StateBatch(*(each.to(device) for each in (*numbers, *tables, torch.tensor(fresh))))
+    return (*numbers, *tables, torch.tensor(fresh))
 
 
 def _ints(numbers: Iterable[int]) -> torch.Tensor:
@@ -206,12 +208,10 @@ class DeviceRows:
         self._chosen = torch.zeros(tables.num_sequences, dtype=torch.int64, device=self._device)  # by the step before
         self._fixed = torch.zeros((4, max(tables.num_sequences, MOST_ROWS)), dtype=torch.int64, device=self._device)
         self._padding = torch.tensor(_PADDING, device=self._device).unsqueeze(1)
-
-    def states(self, sequences: Sequence[SequencePlan], query_starts: Sequence[int]) -> StateBatch | None:
-        """See `state_batch`. None: the base has no recurrent states."""
-        if not self._num_state_pages:
-            return None
-        return state_batch(sequences, query_starts, self._num_state_pages, self._device)
+        shape = (2, tables.num_sequences, num_state_pages)
+        self._state_pages = torch.full(shape, -1, dtype=torch.int32, device=self._device)  # sources, then targets
+        self._is_fresh = torch.ones(tables.num_sequences, dtype=torch.bool, device=self._device)
+        self._numbers = torch.arange(tables.num_sequences + 1, dtype=torch.int32, device=self._device)
 
     def inputs(self, plan: StepPlan, adapters: Mapping[str, PagedAdapter], before: BegunStep) -> DeviceInputs:
         """The inputs of a plan with at least one sequence; neighbours share an adapter where they can.
@@ -228,11 +228,14 @@ class DeviceRows:
         if not is_decode:
             numbers.extend(starts)
             numbers.extend(query_starts[index + 1] - 1 for index in sampled)
-        moved, on_places, on_pages = staged(
+        num_state_pages = self._num_state_pages
+        states = state_tables(sequences, query_starts, num_state_pages) if num_state_pages else ()
+        moved, on_places, on_pages, *on_states = staged(
             self._device,
             torch.frombuffer(numbers, dtype=torch.int64),
             torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64),
             torch.frombuffer(pages, dtype=torch.int32) if pages else torch.empty(0, dtype=torch.int32),
+            *states,
         )
         if places:
             self.tables.pages.index_copy_(0, on_places, on_pages)
@@ -251,6 +254,7 @@ class DeviceRows:
             tuple([sample for s in sequences if (sample := s.sample) is not None]),
             () if is_decode else scored_rows(sequences, query_starts),
             () if is_decode else pooled_rows(sequences, query_starts),
+            StateBatch(*on_states) if on_states else None,
         )
 
     def feed(self, before: BegunStep) -> None:
@@ -263,6 +267,23 @@ class DeviceRows:
         self._fixed[:, :num_rows].copy_(rows)
         if num_rows < size:
             self._fixed[:, num_rows:size].copy_(self._padding)
+
+    def fill_states(self, states: StateBatch, size: int) -> None:
+        """Copies which states a step's decodes go on from, and padding, to where `fixed_states` has them."""
+        num_rows = len(states.source)
+        for place, pages in zip(self._state_pages, (states.source, states.target), strict=True):
+            place[:num_rows].copy_(pages)
+        self._is_fresh[:num_rows].copy_(states.is_fresh)
+        if num_rows < size:
+            self._state_pages[:, num_rows:size].fill_(-1)
+            self._is_fresh[num_rows:size].fill_(True)
+
+    def fixed_states(self, size: int) -> StateBatch | None:
+        """The states of the first `size` decodes that `fill_states` has copied. None: the base has no states."""
+        if not self._num_state_pages:
+            return None
+        each_row, (source, target) = self._numbers[: size + 1], self._state_pages[:, :size]
+        return StateBatch(each_row, each_row, source, target, self._is_fresh[:size])
 
     def fixed(self, size: int) -> tuple[torch.Tensor, AttentionBatch]:
         """Tokens and batch of the first `size` rows that `fill` has copied, as if all were decodes.
@@ -310,6 +331,7 @@ class DeviceInputs:
     samples: tuple[SamplePlan, ...]
     scored: tuple[ScoredRows, ...] = ()
     pooled: tuple[PooledRows, ...] = ()
+    states: StateBatch | None = None  # None: the base has no recurrent states
 
     @property
     def num_rows(self) -> int:
@@ -324,10 +346,6 @@ class DeviceInputs:
     def is_decode(self) -> bool:
         """Every sequence has one row, and gets a token."""
         return self.sample_rows is None
-
-    @cached_property
-    def states(self) -> StateBatch | None:
-        return self._of.states(self._sequences, self._query_starts)
 
     @cached_property
     def token_ids(self) -> torch.Tensor:

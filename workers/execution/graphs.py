@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from ...kernels.attention import AttentionBatch, LayerKV, PagedAttention
+from ...kernels.recurrence import LayerState, RecurrentKernel, Rule, StateBatch
 from ..models.step_adapters import StepAdapters
 from .device_rows import MOST_ROWS, DeviceInputs, DeviceRows
 
@@ -58,7 +59,8 @@ class RecordedAdapters:
 
 _log = logging.getLogger(__name__)
 _INTERVAL_S = 5.0  # between two lines of the log
-Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None], torch.Tensor]  # logits of all rows
+# Logits of all rows.
+Forward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None, StateBatch | None], torch.Tensor]
 
 
 class Recording(Protocol):
@@ -117,6 +119,8 @@ class DecodeGraphs:
         if bucket is None or not bucket.fill(adapters, self._adapters):
             return None
         self._rows.fill(inputs.rows, size)
+        if inputs.states is not None:
+            self._rows.fill_states(inputs.states, size)
         return bucket.recording.replay()[:num_rows]
 
     def _recorded(self, size: int, has_adapters: bool) -> Bucket | None:
@@ -129,7 +133,8 @@ class DecodeGraphs:
         def compute(cut: Cut) -> torch.Tensor:
             # A new batch each time: backends cache what they derive from a batch, and must derive it in here.
             token_ids, batch = self._rows.fixed(size)
-            return self._logits[:size].copy_(self._forward(token_ids, batch, adapters))
+            states = self._rows.fixed_states(size)
+            return self._logits[:size].copy_(self._forward(token_ids, batch, adapters, states))
 
         return Bucket(adapters, self._record(compute))
 
@@ -217,16 +222,18 @@ class _CudaRecording:
         return self.output
 
 
-# Steps with prompts recorded as CUDA graphs, one from each layer's attention to the next.
+# Steps with prompts recorded as CUDA graphs, one from each layer's attention or recurrence to the next.
 #
-# What attention launches depends on how long prompts and contexts are: it is launched in each step, between the
+# What these launch depends on how long prompts and contexts are: they are launched in each step, between the
 # graphs. All else depends on the number of rows alone, and is recorded for some of these. Rows that a step does not
 # fill are padding: nothing is written for them, and their results are not read.
 
 _ROWS_APART = 64  # between two buckets: so padding costs little even where products are bound by computing
 
-# The last layer's states of all rows, with this attention in place of the kernels' own.
-MixedForward = Callable[[torch.Tensor, AttentionBatch, StepAdapters | None, PagedAttention], torch.Tensor]
+# The last layer's states of all rows, with this attention and recurrence in place of the kernels' own.
+MixedForward = Callable[
+    [torch.Tensor, AttentionBatch, StepAdapters | None, PagedAttention, RecurrentKernel], torch.Tensor
+]
 
 
 @dataclass(frozen=True)
@@ -236,6 +243,7 @@ class Widths:
     num_heads: int  # of this worker
     head_dim: int
     hidden: int
+    rule: tuple[int, int] = (0, 0)  # columns of what a recurrence gets and gives; a base has one shape of them
 
 
 class MixedGraphs:
@@ -245,6 +253,7 @@ class MixedGraphs:
         self,
         forward: MixedForward,
         attend: PagedAttention,
+        recur: RecurrentKernel,
         widths: Widths,
         dtype: torch.dtype,
         adapters: RecordedAdapters,
@@ -253,16 +262,19 @@ class MixedGraphs:
         record: Record,
     ) -> None:
         """Records all of them. `max_rows`: of a step; `record`: see `CudaRecorder`."""
-        self._forward, self._attend, self._adapters, self._record = forward, attend, adapters, record
-        self._rows = rows
+        self._forward, self._attend, self._recur = forward, attend, recur
+        self._adapters, self._record, self._rows = adapters, record, rows
         self._batch: AttentionBatch | None = None  # of the step under way
+        self._states: StateBatch | None = None  # likewise
         sizes = mixed_sizes(max_rows)
         heads, device = (sizes[-1], widths.num_heads, widths.head_dim), rows.tables.pages.device
-        # Buffers between graphs and attention, shared by all recordings, which never run at the same time. Padding of
-        # `_attended` is zero, or has rows of an earlier, larger step.
+        # Buffers between graphs and what is launched, shared by all recordings, which never run at the same time.
+        # Padding of `_attended` and `_mixed` is zero, or has rows of an earlier, larger step.
         self._queries = torch.zeros(heads, dtype=dtype, device=device)
         self._attended = torch.zeros(heads, dtype=dtype, device=device)
-        self._hidden = torch.zeros((sizes[-1], widths.hidden), dtype=dtype, device=device)
+        self._columns, self._mixed, self._hidden = (
+            torch.zeros((sizes[-1], width), dtype=dtype, device=device) for width in (*widths.rule, widths.hidden)
+        )
         # The largest first, so that the smaller ones fit into its memory.
         self._buckets = {
             (size, has_adapters): self._recorded(size, has_adapters)
@@ -279,7 +291,7 @@ class MixedGraphs:
         if size is None or bucket is None or not bucket.fill(adapters, self._adapters):
             return None
         self._rows.fill(inputs.rows, size)
-        self._batch = inputs.attention
+        self._batch, self._states = inputs.attention, inputs.states
         return bucket.recording.replay()[:num_rows]
 
     def _recorded(self, size: int, has_adapters: bool) -> Bucket | None:
@@ -305,7 +317,14 @@ class MixedGraphs:
                 cut(lambda: self._attend_rows(kv, scale, window, softcap, sinks))
                 return self._attended[:size]
 
-            return self._hidden[:size].copy_(self._forward(token_ids, batch, adapters, attend))
+            def recur(
+                x: torch.Tensor, rule: Rule, pool: torch.Tensor, state: LayerState, batch: StateBatch
+            ) -> torch.Tensor:
+                self._columns[:size].copy_(x)
+                cut(lambda: self._recur_rows(rule, pool, state))
+                return self._mixed[:size]
+
+            return self._hidden[:size].copy_(self._forward(token_ids, batch, adapters, attend, recur))
 
         return Bucket(adapters, self._record(compute))
 
@@ -317,6 +336,12 @@ class MixedGraphs:
         num_rows = len(self._batch.positions)
         attended = self._attend(self._queries[:num_rows], kv, self._batch, scale, window, softcap, sinks)
         self._attended[:num_rows].copy_(attended)
+
+    def _recur_rows(self, rule: Rule, pool: torch.Tensor, state: LayerState) -> None:
+        """A layer with a recurrent state, of the step under way."""
+        assert self._batch is not None and self._states is not None, "what is recorded is replayed for a step"
+        num_rows = len(self._batch.positions)
+        self._mixed[:num_rows].copy_(self._recur(self._columns[:num_rows], rule, pool, state, self._states))
 
 
 def mixed_sizes(max_rows: int) -> list[int]:

@@ -15,14 +15,14 @@ from ...kernels.attention import AttentionBatch, PagedAttention, split_batch
 from ...kernels.backend import Kernels
 from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
 from ...kernels.pages import copy_slabs
-from ...kernels.recurrence import StateBatch
+from ...kernels.recurrence import RecurrentKernel, StateBatch
 from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
 from ..decoding.prompt_scoring import PoolingUnderWay, ScoredRows, ScoresUnderWay, most_rows
 from ..decoding.token_choice import begin_sample, sample
 from ..decoding.token_counts import PenalisedSequences, TokenCounts
 from ..memory.page_arrays import PoolGeometry, kv_layers, layer_states
 from ..models.decoder import Decoder
-from ..models.layers import Attention, ForwardContext
+from ..models.layers import Attention, ForwardContext, RecurrentMixer
 from ..models.passes import in_turn
 from ..models.step_adapters import AdapterTables, StepAdapters
 from ..models.step_program import prepare_step
@@ -179,12 +179,19 @@ class Runner:
         mixers = [layer.attention for layer in self._decoder.layers]
         if len({(mixer.num_heads, mixer.head_dim) for mixer in mixers if isinstance(mixer, Attention)}) > 1:
             return  # what lies between two graphs has one width
-        attention = mixers[-1]
-        assert isinstance(attention, Attention), "steps with recurrent states are not recorded"
+        attention = next(mixer for mixer in mixers if isinstance(mixer, Attention))
+        maybe = [mixer.beside if isinstance(mixer, Attention) else mixer for mixer in mixers]
+        rules = [mixer.rule for mixer in maybe if isinstance(mixer, RecurrentMixer)]
         self._mixed_graphs = MixedGraphs(
             self._hidden_states,
             self._kernels.paged_attention,
-            Widths(attention.num_heads, attention.head_dim, self.hidden_size),
+            self._kernels.recur,
+            Widths(
+                attention.num_heads,
+                attention.head_dim,
+                self.hidden_size,
+                (rules[0].width, rules[0].num_out) if rules else (0, 0),
+            ),
             self._pool.dtype,  # of activations between layers; norms may have another
             self._adapters_of_recordings(self._rows),
             self._rows,
@@ -194,10 +201,8 @@ class Runner:
 
     @property
     def _can_be_recorded(self) -> bool:
-        """Where a step's states lie is known when it begins, and only then. Latent attention launches by lists."""
-        if self._geometry.state.num_pages or self._geometry.kv_sides == 1:
-            return False
-        return self._tables.can_be_recorded
+        """Latent attention launches by lists."""
+        return self._geometry.kv_sides == 2 and self._tables.can_be_recorded
 
     def _adapters_of_recordings(self, rows: DeviceRows) -> RecordedAdapters:
         if self._recorded_adapters is None:
@@ -370,10 +375,14 @@ class Runner:
         return ScoresUnderWay(hidden, head, scored, self._decoder.vocab_size)
 
     def _forward(
-        self, token_ids: torch.Tensor, attention: AttentionBatch, adapters: StepAdapters | None
+        self,
+        token_ids: torch.Tensor,
+        attention: AttentionBatch,
+        adapters: StepAdapters | None,
+        states: StateBatch | None,
     ) -> torch.Tensor:
         """The logits of all rows."""
-        context = self._context(attention, adapters)
+        context = self._context(attention, adapters, states)
         return self._decoder.logits(self._decoder.hidden_states(token_ids, context), context)
 
     def _hidden_states(
@@ -382,10 +391,12 @@ class Runner:
         attention: AttentionBatch,
         adapters: StepAdapters | None,
         attend: PagedAttention,
+        recur: RecurrentKernel,
     ) -> torch.Tensor:
-        """The last layer's states of all rows, with `attend` for the kernels' own attention."""
-        context = self._context(attention, adapters)
-        kernels = replace(self._kernels, paged_attention=attend)
+        """The last layer's states of all rows, with these for the kernels' own attention and recurrence."""
+        assert self._rows is not None
+        context = self._context(attention, adapters, self._rows.fixed_states(1))  # which this recurrence does not use
+        kernels = replace(self._kernels, paged_attention=attend, recur=recur)
         return self._decoder.hidden_states(token_ids, replace(context, kernels=kernels))
 
     def _context(

@@ -134,7 +134,7 @@ def counted(gpu: StandInGpu) -> Iterator[Counter]:
 
 
 def count(
-    num_layers: int, num_adapters: int, widths: Mapping[str, int] | None = None, load: Load | None = None
+    num_layers: int, num_adapters: int, widths: Mapping[str, Any] | None = None, load: Load | None = None
 ) -> Counts:
     load = load or Load()
     longest = 2 * (load.context + load.num_steps)
