@@ -39,6 +39,7 @@ BLOCKS = {  # where models have their experts, and the router's weight
     "gpt_oss": ("mlp.", "router.weight"),
     "llama4": ("feed_forward.", "router.weight"),
     "granitemoe": ("block_sparse_moe.", "router.weight"),
+    "granite_hybrid_moe": ("block_sparse_moe.", "router.weight"),
     "nemotron_h_moe": ("mixer.", ROUTER),
 }
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -135,7 +136,7 @@ class Case:
     scope="module",
     params=[
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"),
-        *("gemma4_moe", "llama4", "granitemoe", "ernie4_5_moe", "deepseek_v3", "nemotron_h_moe"),
+        *("gemma4_moe", "llama4", "granitemoe", "granite_hybrid_moe", "ernie4_5_moe", "deepseek_v3", "nemotron_h_moe"),
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
