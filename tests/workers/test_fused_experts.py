@@ -40,6 +40,7 @@ BLOCKS = {  # where models have their experts, and the router's weight
     "llama4": ("feed_forward.", "router.weight"),
     "granitemoe": ("block_sparse_moe.", "router.weight"),
     "nemotron_h_moe": ("mixer.", ROUTER),
+    "hunyuan_moe": ("mlp.", "gate.wg.weight"),
 }
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH = {"r": 3, "lora_alpha": 6, "target_parameters": [GATE_UP, DOWN]}
@@ -135,7 +136,7 @@ class Case:
     scope="module",
     params=[
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"),
-        *("gemma4_moe", "llama4", "granitemoe", "ernie4_5_moe", "deepseek_v3", "nemotron_h_moe"),
+        *("gemma4_moe", "llama4", "granitemoe", "ernie4_5_moe", "deepseek_v3", "nemotron_h_moe", "hunyuan_moe"),
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
