@@ -41,6 +41,7 @@ from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 # are those of the gate, then those of the up projection, which share A; in gpt-oss both take turns, and parameters are
 # transposed, `[num_experts, in, out]`, which A and B are not.
 
+_ROUTER_OF_PEFT = "gate.weight"  # that it writes for "all-linear", also where the router has another name (Hunyuan)
 _TENSOR_NAME = re.compile(
     r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
     r"\.(?:(?:mlp|feed_forward|block_sparse_moe|mixer)\.)?experts(?P<inner>\.base_layer)?"
@@ -96,6 +97,8 @@ def resolve_parameters(
     }
     keys |= {f"{prefix}layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
     valid_names = names_found(keys, frozenset(config.target_parameters))
+    if shape.experts is not None:
+        valid_names |= {_ROUTER_OF_PEFT}
     for target in config.target_parameters:
         if target not in valid_names:
             raise AdapterInvalid(f"target_parameters names {quote(target)}: {_accepted(shape)}")

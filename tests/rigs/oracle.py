@@ -47,6 +47,8 @@ from transformers import (
     GraniteConfig,
     GraniteMoeConfig,
     GraniteMoeHybridConfig,
+    HunYuanDenseV1Config,
+    HunYuanMoEV1Config,
     Lfm2Config,
     Llama4Config,
     Llama4TextConfig,
@@ -744,6 +746,25 @@ VARIANTS: Mapping[str, Variant] = {
         seed=101,
     ),
     "apertus": Variant(lambda: ApertusConfig(**SHAPE, head_dim=24, rope_parameters={**LLAMA3_ROPE}), seed=101),
+    "hunyuan_dense": Variant(
+        lambda: HunYuanDenseV1Config(
+            **SHAPE,
+            head_dim=24,
+            attention_bias=True,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "alpha": 7.0, "factor": 1.0},
+        ),
+        seed=101,
+    ),
+    "hunyuan_moe": Variant(
+        lambda: HunYuanMoEV1Config(
+            **SHAPE | {"intermediate_size": 40, "tie_word_embeddings": True},
+            head_dim=20,
+            num_experts=6,
+            moe_topk=[3, 3, 3],
+            rope_parameters={**YARN_ROPE},
+        ),
+        seed=101,
+    ),
     "cohere_qk_norm": Variant(lambda: CohereConfig(**COHERE, tie_word_embeddings=True, use_qk_norm=True), seed=101),
 }
 
@@ -1041,13 +1062,14 @@ def _make_adapters(model_path: Path, folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     names = {name.rpartition(".")[2] for name, _ in base.named_modules()}
     has_experts = hasattr(base.config, "num_experts_per_tok") and getattr(base.config, "num_local_experts", 1) > 0
-    are_modules = "shared_mlp" in names or base.config.model_type == "nemotron_h"  # those that PEFT finds
+    has_shared_mlp = {"shared_mlp", "input_linear"} <= names
+    are_modules = has_shared_mlp or base.config.model_type == "nemotron_h"  # those that PEFT finds
     targets: tuple[str, ...] = ATTENTION if has_experts and not are_modules else ALL_LINEAR
     linears = {name.rpartition(".")[2] for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)}
     targets = (*targets, *linears.intersection(OF_SOME))
     fused = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} if "qkv_proj" in names else {}
     fused |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"} if "gate_up_proj" in names else {}
-    fused |= GRANITE_NAMES if "shared_mlp" in names else {}
+    fused |= GRANITE_NAMES if has_shared_mlp else {}
     fused |= LFM2_NAMES if "w1" in names else {}
     fused |= STARCODER2_NAMES if "c_fc" in names else {}
     if "kv_b_proj" in names:

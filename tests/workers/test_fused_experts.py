@@ -41,6 +41,7 @@ BLOCKS = {  # where models have their experts, and the router's weight
     "granitemoe": ("block_sparse_moe.", "router.weight"),
     "granite_hybrid_moe": ("block_sparse_moe.", "router.weight"),
     "nemotron_h_moe": ("mixer.", ROUTER),
+    "hunyuan_moe": ("mlp.", "gate.wg.weight"),
 }
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 BOTH = {"r": 3, "lora_alpha": 6, "target_parameters": [GATE_UP, DOWN]}
@@ -137,6 +138,7 @@ class Case:
     params=[
         *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "qwen3_5_moe", "qwen3_next", "glm4_moe", "minimax_m2"),
         *("gemma4_moe", "llama4", "granitemoe", "granite_hybrid_moe", "ernie4_5_moe", "deepseek_v3", "nemotron_h_moe"),
+        "hunyuan_moe",
     ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:

@@ -33,11 +33,11 @@ from motet.workers.wire.messages import AdapterRef, SamplingParams
 BLOCK_SIZE = 8
 NUM_TOKENS = 10
 TOLERANCE = 1e-3  # of log-probabilities in float32; below it a choice is a close call, which rounding may decide
-BASES = ("glm4_moe", "deepseek_v3", "qwen2_moe", "qwen3_5_moe", "llama4", "nemotron_h_moe")
+BASES = ("glm4_moe", "deepseek_v3", "qwen2_moe", "qwen3_5_moe", "llama4", "nemotron_h_moe", "hunyuan_moe")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "fc1_latent_proj", "fc2_latent_proj")
 RECIPES: dict[str, dict[str, Any]] = {  # which modules, and the rest of the config
     "mlps": {"names": PROJECTIONS, "r": 3, "lora_alpha": 6},
-    "gates": {"names": ("shared_expert_gate", "gate", "router"), "r": 2, "lora_alpha": 6, "use_rslora": True},
+    "gates": {"names": ("shared_expert_gate", "gate", "router", "wg"), "r": 2, "lora_alpha": 6, "use_rslora": True},
     "all": {
         "names": ("q_proj", "o_proj", *PROJECTIONS, "shared_expert_gate", "gate", "router"),
         **{"r": 4, "lora_alpha": 4, "rank_pattern": {"mlp.gate_proj": 6, "shared_expert_gate": 1}},

@@ -60,7 +60,7 @@ def adapter_shape(config: ModelConfig) -> BaseShape:
         dense_layers = tuple(layer for layer in range(config.num_layers) if layer not in layers)
     modules = attn | experts.routed_modules(hidden) | {ROUTER: (hidden, experts.num_experts)}
     some_layers = dict.fromkeys((ROUTER, *LATENT_EXPERT_MODULES), layers)
-    paths = {ROUTER: f"{names.mlp}.{names.router.partition('.')[0]}"}
+    paths = {ROUTER: f"{names.mlp}.{names.router.removesuffix('.layer')}"}
     paths |= {module: f"{names.mlp}.{module}" for module in LATENT_EXPERT_MODULES}
     if dense_layers or names.beside_dense:
         modules |= dense

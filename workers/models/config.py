@@ -33,6 +33,8 @@ from .rotary_config import (
     head_order,
     layer_rotaries,
     with_default_rope,
+    with_stretched_theta,
+    without_amplitude,
     without_axes,
 )
 from .sliding import has_rotary, mlp_layers, sliding_layers
@@ -241,6 +243,9 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} attention heads are no multiple of {num_kv_heads} KV heads")
     head_dim = values["head_dim"] or max(1, hidden_size // num_heads)
+    if family.qk_norm_is_last:
+        raw = with_stretched_theta(raw, head_dim, family.rope_theta)
+        values = {**values, **{key: raw.get(key) for key in ("rope_scaling", "rope_parameters") if key in raw}}
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.width
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
@@ -264,6 +269,8 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         family.rope_kinds,
         family.scales_queries,
     )
+    if family.qk_norm_is_last:
+        rotaries = without_amplitude(rotaries)
     if rotaries[0].factors:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
     if latent is not None:

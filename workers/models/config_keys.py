@@ -155,6 +155,9 @@ def _renamed(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     pattern = "sliding_window_pattern"
     if pattern in family.defaults and raw.get("layer_types") and isinstance(raw.get(pattern), str | None):
         raw = {key: value for key, value in raw.items() if key != pattern}
+    numbers = raw.get("moe_topk") if "moe_topk" in family.defaults else None
+    if isinstance(numbers, list) and numbers and numbers == numbers[:1] * raw["num_hidden_layers"]:
+        raw = {**raw, "moe_topk": numbers[0]}  # of each layer; those that differ are refused
     for old, new in _OLD_NAMES.items():
         if old not in raw or new not in family.defaults:
             continue
@@ -198,8 +201,8 @@ def _refuse_unread(raw: Mapping[str, Any], family: Family) -> None:
             continue
         if key in ("hidden_act", "hidden_activation") and value == raw.get(family.activation_key, value):
             continue  # old files say it by both names
-        if key == "norm_eps" and value == raw.get(family.norm_eps_key):
-            continue  # likewise those of Nemotron-H
+        if value == raw.get({"norm_eps": family.norm_eps_key, "attention_head_dim": "head_dim"}.get(key, "")):
+            continue  # likewise those of Nemotron-H and Hunyuan
         if key == "layer_types" and {*value} == {"full_attention"} and raw.get("sliding_window") is None:
             continue
         raise ValueError(
@@ -320,6 +323,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "interleave_moe_layer_step": _SIZE,
     "moe_num_experts": _COUNT,
     "moe_k": _SIZE,
+    "moe_topk": _SIZE,
     "moe_num_shared_experts": _COUNT,
     "moe_layer_start_index": _COUNT,
     "moe_layer_end_index": (

@@ -303,6 +303,15 @@ DENSE_FAMILIES = {
             "high_freq_factor": 4.0,
         },
     ),
+    "HunYuanDenseV1ForCausalLM": Family(
+        "hunyuan_v1_dense",
+        "hunyuan_v1_dense",
+        COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        computes={"use_qk_norm": True},  # as released files name it
+        qk_norm=True,
+        qk_norm_is_last=True,
+        head_norms=("query_layernorm", "key_layernorm"),
+    ),
     "Starcoder2ForCausalLM": Family(
         "starcoder2",
         "starcoder2",

@@ -11,9 +11,10 @@ from ...kernels.experts import Routing
 from .family import ExpertNames, Family
 
 _COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-_TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_k")
+_TOP_KEYS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 _STEP_KEYS = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")
 _DENSE_KEYS = ("first_k_dense_replace", "moe_layer_start_index")  # the first layers without experts
+_SAME_SIZE_KEYS = ("intermediate_size_mlp", "moe_topk")  # of families whose shared expert is as wide as each other one
 _SHARED_KEYS = ("n_shared_experts", "moe_num_shared_experts")
 
 
@@ -164,7 +165,8 @@ def _first(values: Mapping[str, Any], keys: tuple[str, ...], default: int | None
 def _shared_size(values: Mapping[str, Any], width: int) -> int | None:
     if any(key in values for key in _SHARED_KEYS):
         return width * _first(values, _SHARED_KEYS) or None
-    size = width if "intermediate_size_mlp" in values else values.get("shared_expert_intermediate_size")
+    is_as_wide = any(key in values for key in _SAME_SIZE_KEYS)
+    size = width if is_as_wide else values.get("shared_expert_intermediate_size")
     return None if size is None else int(size)
 
 

@@ -167,6 +167,17 @@ MIXTURE_FAMILIES = {
         routing=Routing(has_bias=True),
         always_normalized=True,
     ),
+    "HunYuanMoEV1ForCausalLM": Family(
+        "hunyuan_v1_moe",
+        "hunyuan_v1_moe",
+        COMMON | {"rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 1, "moe_topk": 1},
+        computes={"use_qk_norm": True},
+        qk_norm=True,
+        qk_norm_is_last=True,
+        head_norms=("query_layernorm", "key_layernorm"),
+        experts=replace(QWEN_EXPERTS, router="gate.wg", shared="shared_mlp", shared_gate=""),
+        always_normalized=True,
+    ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
         "glm4_moe",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # `dynamic` changes nothing within max_position_embeddings, which is the longest context of a base.
@@ -184,6 +184,30 @@ def with_default_rope(raw: Mapping[str, Any], default: Mapping[str, Any] | None)
     if default is None or raw.get("rope_parameters") is not None or raw.get("rope_scaling"):
         return raw
     return {**raw, "rope_parameters": default}
+
+
+def with_stretched_theta(raw: Mapping[str, Any], head_dim: int, default_theta: float) -> Mapping[str, Any]:
+    """The same config, where a `dynamic` embedding has a fixed `alpha` (Hunyuan), with the theta that this makes."""
+    parameters = _parameters(raw)
+    kind, alpha = parameters.get("rope_type", parameters.get("type")), parameters.get("alpha")
+    if kind != "dynamic" or not alpha:
+        return raw
+    theta = parameters.get("rope_theta", raw.get("rope_theta", default_theta))
+    for key, value in (("alpha", alpha), ("rope_theta", theta)):
+        if not _is_positive(value):
+            raise ValueError(f"{key} = {value!r} of a rotary embedding: a number above 0 is needed")
+    if head_dim < 3:
+        raise ValueError(f"alpha = {alpha!r} of a rotary embedding: heads of more than 2 dimensions are needed")
+    stretched = theta * alpha ** (head_dim / (head_dim - 2))
+    return {**raw, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": stretched}}
+
+
+def without_amplitude(rotaries: Sequence[RotaryConfig]) -> tuple[RotaryConfig, ...]:
+    """The same of families that norm behind the embedding, which takes an amplitude away."""
+    return tuple(
+        replace(rotary, options={**rotary.options, "attention_factor": 1.0}) if rotary.kind == "yarn" else rotary
+        for rotary in rotaries
+    )
 
 
 def without_axes(raw: Mapping[str, Any], has_axes: bool) -> dict[str, Any]:
