@@ -42,7 +42,7 @@ def parts(is_dry: bool) -> tuple[Part, ...]:
         ("hybrid-64", 150.0, _hybrid_decodes),
         ("prompts", 150.0, _prompts),
         ("layers", 90.0, _layers),
-        ("sweep", 120.0, _sweep),
+        ("sweep", 180.0, _sweep),
         ("long", 120.0, _long),
     ]
     return tuple(Part(name, _DRY_LIMIT_S if is_dry else limit_s, partial(run, is_dry)) for name, limit_s, run in found)

@@ -28,8 +28,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 def check_recurrence(machine: Machine, kernels: Kernels) -> Iterator[Row]:
     """Decodes and prompts in one step, prompts that keep snapshots on their way, fresh states; results and states."""
     sequences = [[1], [70], [1], [1, 33, 2], [40]] if not machine.is_dry else [[1], [3, 1], [1]]
-    for what, case in _cases(machine, sequences, in_place=False):
-        ours = _moved(case, machine.device)
+    for what, case in cases_of(machine, sequences, in_place=False):
+        ours = moved(case, machine.device)
         result = kernels.recur(ours.x, ours.layer, ours.pool, ours.state, ours.batch).cpu()
         if what == "Gated DeltaNet":
             reference, pool = defined(case)
@@ -45,8 +45,8 @@ def time_recurrence(machine: Machine, kernels: Kernels) -> Iterator[Row]:
     """64 decodes, whose floor is that states are read and written once; a prompt, which has the rows' floor alone."""
     decodes = [[1]] * (64 if not machine.is_dry else 2)
     for sequences in (decodes, [[2048 if not machine.is_dry else 3]]):
-        for what, case in _cases(machine, sequences, in_place=True):
-            ours = _moved(case, machine.device)
+        for what, case in cases_of(machine, sequences, in_place=True):
+            ours = moved(case, machine.device)
             call = lambda of=ours: kernels.recur(of.x, of.layer, of.pool, of.state, of.batch)  # noqa: E731
             heads, (key_dim, value_dim) = len(ours.state.head_pages), ours.layer.head_shape
             kept = ours.layer.num_kept * ours.layer.num_channels * ours.x.itemsize
@@ -56,7 +56,7 @@ def time_recurrence(machine: Machine, kernels: Kernels) -> Iterator[Row]:
             yield Row(what, rows, time_s=machine.time_s([call] * 4), floor_s=machine.floor_s(num_bytes))
 
 
-def _cases(machine: Machine, sequences: list[list[int]], *, in_place: bool) -> Iterator[tuple[str, Case[Any]]]:
+def cases_of(machine: Machine, sequences: list[list[int]], *, in_place: bool) -> Iterator[tuple[str, Case[Any]]]:
     """Layers of Qwen3.5-9B, LFM2-1.2B and Granite 4 Small, on the host."""
     dtype, is_dry = machine.dtype, machine.is_dry
     delta = Shape(1, 2, 16, 24) if is_dry else Shape(16, 2, 128, 128)
@@ -66,14 +66,14 @@ def _cases(machine: Machine, sequences: list[list[int]], *, in_place: bool) -> I
     yield "Mamba-2", make_mamba(mamba, sequences, dtype, in_place=in_place)
 
 
-def _moved(case: Case[Any], device: torch.device) -> Case[Any]:
+def moved(case: Case[Any], device: torch.device) -> Case[Any]:
     """The same on a device, in memory of its own."""
 
-    def moved(value: Any) -> Any:
+    def part(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.clone().to(device)
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{each.name: moved(getattr(value, each.name)) for each in fields(value)})
+            return replace(value, **{each.name: part(getattr(value, each.name)) for each in fields(value)})
         return value
 
-    return moved(case)  # type: ignore[no-any-return]
+    return part(case)  # type: ignore[no-any-return]

@@ -42,14 +42,16 @@ def sweep(is_dry: bool) -> dict[str, Any]:
 
     machine = Machine.find(is_dry)
     found = {}
-    for kind, tunings in (("decode", _decodes(machine)), ("chunk", _chunks(machine)), ("LoRA", _lora(machine))):
+    kinds = {"decode": _decodes(machine), "chunk": _chunks(machine), "LoRA": _lora(machine)}
+    kinds |= {"states": _states(machine, 64, 1), "prompt's states": _states(machine, 1, 2048)}
+    for kind, tunings in kinds.items():
         times: list[tuple[float, dict[str, int]]] = []
         for changed, call in islice(tunings, 2 if is_dry else None):
             try:
                 times.append((call() or 0.0, changed))
-                print(f"{kind:8} {times[-1][0] * 1e6:9.1f} µs  {changed or 'as it is'}", flush=True)
+                print(f"{kind:16} {times[-1][0] * 1e6:9.1f} µs  {changed or 'as it is'}", flush=True)
             except Exception as error:  # too much shared memory, for one
-                print(f"{kind:8}    failed     {changed}: {type(error).__name__}: {error}", flush=True)
+                print(f"{kind:16}    failed     {changed}: {type(error).__name__}: {error}", flush=True)
         best_s, best = min(times, key=lambda pair: pair[0])
         found[kind] = {"us": round(best_s * 1e6, 1), "as_it_is_us": round(times[0][0] * 1e6, 1), "changed": best}
     return found
@@ -121,6 +123,20 @@ def _lora(machine: Any) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
 
         calls = [lambda layer=layer, call=call: call(layer) for layer in range(4)]
         yield changed, lambda calls=calls: machine.time_s(calls)  # type: ignore[misc]
+
+
+def _states(machine: Any, num_sequences: int, num_rows: int) -> Iterator[tuple[dict[str, int], Callable[[], float]]]:
+    """Of sequences with so many rows each in a layer of Qwen3.5-9B; more than a cache holds, if they are 64."""
+    from motet.benchmarks.gpu.recurrence_rows import cases_of, moved
+    from motet.kernels.gpu.recurrence import RecurrenceTuning, TritonRecurrence
+
+    sequences = [[1], [2]] if machine.is_dry else [[num_rows]] * num_sequences
+    case = moved(next(cases_of(machine, sequences, in_place=True))[1], machine.device)
+    choices = {"matrix": (512, 1024, 4096, 16384), "stages": (1, 3), "warps": (1, 8)}
+    for changed, tuning in _varied(RecurrenceTuning(least_columns=4), **choices):
+        recur = TritonRecurrence(tuning)
+        call = lambda recur=recur: recur(case.x, case.layer, case.pool, case.state, case.batch)  # noqa: E731
+        yield changed, lambda call=call: machine.time_s([call] * 2)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -18,8 +18,17 @@ from .tile_sizes import next_power_of_2
 
 _ROWS = 16  # of a tile of the convolution
 _CHANNELS = 128  # of such a tile, where heads do not say
-_MATRIX, _LEAST_COLUMNS = 1024, 8  # elements of a head's matrix in the registers of one warp, whole sectors of memory
 _NORMED = 1024  # elements that one program norms, where they are not those of one part
+
+
+@dataclass(frozen=True)
+class RecurrenceTuning:
+    """Sizes that change the speed, and the result only by rounding. `benchmarks/gpu/sweep.py` times other values."""
+
+    matrix: int = 1024  # elements of a head's matrix that a program holds
+    least_columns: int = 8  # of these: a sector of memory
+    stages: int = 3  # rows that are loaded ahead, by software pipelining, and the one that is computed
+    warps: int = 1
 
 
 class TritonRecurrence:
@@ -28,7 +37,8 @@ class TritonRecurrence:
     Launches depend on tensors and their shapes alone: a CUDA graph can record them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: RecurrenceTuning | None = None) -> None:
+        self._tuning = tuning or RecurrenceTuning()
         self._places: WeakKeyDictionary[LayerState, _Places] = WeakKeyDictionary()
 
     def __call__(
@@ -55,7 +65,7 @@ class TritonRecurrence:
             bias, first, dtype = rule.conv_bias, rule.num_out, x.dtype
         mixed = torch.empty((len(x), rule.num_channels), dtype=dtype, device=x.device)
         _convolve(x, rule, bias, mixed, first, pool, state, tables)
-        _follow(x, mixed, rule, out, pool, places, tables)
+        _follow(x, mixed, rule, out, pool, places, tables, self._tuning)
         _gate(x, rule, out)
         return out
 
@@ -138,11 +148,12 @@ def _follow(
     pool: torch.Tensor,
     places: _Places,
     tables: dict[str, Any],
+    tuning: RecurrenceTuning,
 ) -> None:
     """Writes what the matrices give of each row to `out`, and brings them up to date."""
     key_dim, value_dim = rule.head_shape
     keys = next_power_of_2(key_dim)
-    columns = min(max(_MATRIX // keys, _LEAST_COLUMNS), next_power_of_2(value_dim))
+    columns = min(max(tuning.matrix // keys, tuning.least_columns), next_power_of_2(value_dim))
     num_blocks = -(-value_dim // columns)
     if isinstance(rule, GatedDelta):
         num_heads, num_keys = rule.num_value_heads, rule.num_key_heads
@@ -183,7 +194,8 @@ def _follow(
         COLUMNS=columns,
         NUM_BLOCKS=num_blocks,
         ALIGNED=places.is_aligned,
-        num_warps=1,
+        STAGES=tuning.stages,
+        num_warps=tuning.warps,
     )
 
 

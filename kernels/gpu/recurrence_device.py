@@ -163,8 +163,12 @@ def recurrence_kernel(
     COLUMNS: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     ALIGNED: tl.constexpr,  # matrices begin at multiples of 16 bytes
+    STAGES: tl.constexpr,
 ):
-    """One program follows a sequence's rows with some columns of a head's matrix, which it holds in registers."""
+    """One program follows a sequence's rows with some columns of a head's matrix, which it holds in registers.
+
+    What is read of later rows is copied while a row is computed.
+    """
     block, unit = tl.program_id(0) % NUM_BLOCKS, tl.program_id(0) // NUM_BLOCKS
     sequence, head = unit // HEADS, unit % HEADS
     key, column = tl.arange(0, KEYS), block * COLUMNS + tl.arange(0, COLUMNS)
@@ -184,7 +188,7 @@ def recurrence_kernel(
         before = floats + tl.load(source + state).to(tl.int64) * page_stride
         num_before = tl.where(tl.load(is_fresh + segment) == 0, KEY_DIM, 0)
         matrix = tl.load(before + place, mask=(key < num_before)[:, None] & is_column[None, :], other=0.0)
-        for index in tl.range(0, count, num_stages=3):
+        for index in tl.range(0, count, num_stages=STAGES):
             row = start + index
             of_row = mixed + row * CHANNELS
             k = tl.load(of_row + FIRST_KEYS + first_key, mask=is_key, other=0.0).to(tl.float32)

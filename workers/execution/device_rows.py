@@ -1,7 +1,7 @@
 """A plan's tensors on a GPU: page tables stay there, and so do the tokens that the step before has chosen.
 
-A step copies four numbers for each row, and its new pages, to the GPU. All other inputs are computed from these there,
-in recorded passes too.
+A step copies four numbers for each row, its new pages, and those of recurrent states to the GPU. All other inputs are
+computed from these there, in recorded passes too.
 """
 
 from __future__ import annotations
