@@ -19,6 +19,7 @@ from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
+from motet.workers.scheduling import prefix_reuse
 from motet.workers.wire.messages import AdapterRef, Cancel, SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -188,11 +189,13 @@ def test_tiny_pool(bench: Bench, max_tokens_per_step: int) -> None:
 
 
 @pytest.mark.parametrize("has_room", [True, False])
-def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
+def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent again, and continued from the middle of an answer: the same, though most of it is not computed.
 
-    Without room in the pool pages come back from host memory, and from disk once that is full too.
+    Without room in the pool pages come back from host memory, and from disk once that is full too. Of answers states
+    are kept with each page, where a step keeps so many.
     """
+    monkeypatch.setattr(prefix_reuse, "_ANSWER_PAGES", 1)
     num_before = NUM_TOKENS // 2
     later = tuple(
         Question(q.prompt + q.answer.token_ids[:num_before], q.adapter, _rest(q.answer, num_before))
@@ -212,15 +215,20 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path) -> None:
         for _ in range(2):
             _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
         num_cached = rig.engine.load().counters.num_cached_tokens
+        shorter = msgspec.structs.replace(GREEDY, max_tokens=num_before + 1)
+        for question, received in zip(bench.questions, _ask(rig, bench.questions, shorter), strict=True):
+            assert received.token_ids == question.answer.token_ids[: num_before + 1]
         output = _ask(rig, later, sampling)
         _assert_same_tokens(later, output)
         for question, received in zip(later, output, strict=True):
             torch.testing.assert_close(_logprobs(received), question.answer.logprobs, atol=TOLERANCE, rtol=0)
         if has_room:
-            sharable = [_sharable(len(q.prompt) - 1) for q in (*bench.questions, *later)]
+            sharable = [_sharable(len(q.prompt) - 1) for q in (*bench.questions, *bench.questions, *later)]
             if bench.has_states:  # they are kept after the last full page that a prompt need not compute
-                sharable = 2 * [(len(q.prompt) - 1) // 8 * 8 for q in bench.questions]
-            assert rig.engine.load().counters.num_cached_tokens == sum(sharable) > num_cached > 0
+                sharable = [(len(q.prompt) - 1) // 8 * 8 for q in bench.questions]
+                assert num_cached == sum(sharable) < rig.engine.load().counters.num_cached_tokens / 3
+            else:
+                assert rig.engine.load().counters.num_cached_tokens == sum(sharable) > num_cached > 0
         else:
             load = rig.engine.load()
             assert min(load.counters.num_pages_in, load.gauges.num_disk_pages) > 0

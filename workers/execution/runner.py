@@ -65,6 +65,7 @@ def _moved(segments: Sequence[LoraSegment], start: int, stop: int) -> tuple[Lora
 
 
 _MASK_GRACE = 0.02  # of a forward pass on a CPU, that masks may take longer
+_MOST_COPIED = 128  # pages that are copied within the pool at once, by way of memory that is not the pool's
 _STATE_GRACE_S = 0.02  # at least, where a late mask preempts its sequence, as the state has gone on
 
 
@@ -312,9 +313,10 @@ class Runner:
 
     def _copy_pages(self, plan: StepPlan) -> None:
         """Makes the plan's copies within the pool. Later steps may need them, even if no sequence of this one does."""
-        if plan.copies:
-            content = self._kernels.read_pages(self._pool, [copy.source for copy in plan.copies])
-            self._kernels.write_pages(self._pool, [copy.target for copy in plan.copies], content)
+        for start in range(0, len(plan.copies), _MOST_COPIED):  # states of many sequences may take many pages
+            copies = plan.copies[start : start + _MOST_COPIED]
+            content = self._kernels.read_pages(self._pool, [copy.source for copy in copies])
+            self._kernels.write_pages(self._pool, [copy.target for copy in copies], content)
         for dense in plan.full_copies:
             layers = self._geometry.full_layers
             assert layers is not None

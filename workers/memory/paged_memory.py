@@ -303,6 +303,17 @@ class PagedMemory:
         self.make_room(num_pages - short + MOST_EVICTED, {*keep, *prefix_pages})
         return False
 
+    def take_spare(self, num_pages: int, num_left_free: int) -> tuple[int, ...] | None:
+        """Pages that are free, or idle and of least worth, beside `num_left_free`; None: there are too few.
+
+        No adapter goes for them that waiting sequences will use soon.
+        """
+        keep = self.wanted_adapters
+        if not self.has_room(num_pages + num_left_free, keep):
+            return None
+        self.make_room(num_pages, keep)
+        return self.allocator.allocate(num_pages)
+
     def begin_load(self, ref: AdapterRef, num_pages: int, keep: AbstractSet[Item]) -> AdapterLoad | None:
         """Takes pages for an absent adapter, evicting as `make_room` does; None if that is not enough."""
         if not self.make_room(num_pages, keep):

@@ -291,6 +291,13 @@ class PrefixCache:
                     self._idle.remove(page)
                 self._drop(page)
 
+    def forget_unused(self, key: PageKey) -> None:
+        """Drops what has this key, unless a sequence holds it or has found it."""
+        page = self._pages.get(key)
+        if page is not None and page in self._idle and self._entries[page].uses.value <= 1.0:
+            self._idle.remove(page)
+            self._drop(page)
+
     def evict(self, page: int) -> None:
         """Frees an idle page that the idle order has chosen."""
         self._drop(page)

@@ -12,13 +12,15 @@ from ..memory.paged_memory import PagedMemory
 from ..window_pages import GangLimits, pages_for
 from .beam_searches import BeamGroup, BeamSearches
 from .gang_load import StepCounts
-from .growing_sequence import GrowingSequence
+from .growing_sequence import GrowingSequence, StateSnapshot
 from .prefix_reuse import FoundPrefix, PrefixReuse
 from .prompt_planner import OlderSequences
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
 
 _MOST_CONDENSED = 64  # dense pages that a step fills
+# States of answers that a step keeps: of so many decodes one, and pages of them, if it is more than one.
+_DECODES_PER_STATE, _MOST_STATE_PAGES = 4, 512
 
 
 class DecodePlanner:
@@ -45,11 +47,14 @@ class DecodePlanner:
         self._preempt, self._counts, self._times = preempt, counts, times
         self._prefixes, self._constraints = prefixes, constraints
         self.to_condense: dict[GrowingSequence, None] = {}  # a dense page can stand for pages of these
+        self.snapshots: list[StateSnapshot] = []  # states of answers that the last plan keeps
 
     def plan(self) -> list[GrowingSequence]:
         """Plans the next token of decoding sequences; preempts the last by rank where pages run out."""
         planned: list[GrowingSequence] = []
         sitting_out: list[GrowingSequence] = []
+        to_keep: list[GrowingSequence] = []
+        self.snapshots = []
         budget, block_size = self._limits.max_tokens_per_step, self._limits.block_size
         if self._running.num_beams:
             budget = min(budget, self._limits.max_num_sequences)
@@ -80,6 +85,8 @@ class DecodePlanner:
                 older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
                 if not self._grow(sequence, older):
                     continue
+                if self._limits.num_state_pages and self._prefixes.keeps_answer(sequence, position):
+                    to_keep.append(sequence)
             elif sequence.beams is not None and self._shares_last_page(sequence):
                 older = older or OlderSequences(self._waiting.equipped_in_turn(), self._waiting.has_one_tenant)
                 if not self._copy_last_page(sequence, older):
@@ -95,6 +102,8 @@ class DecodePlanner:
                 break
         if self._counts.num_preemptions > num_preemptions:
             planned = [sequence for sequence in planned if sequence.sequence_id in self._running.by_id]
+        if to_keep:
+            self._keep_states(to_keep, len(planned))
         self._charge_tokens([*planned, *sitting_out] if sitting_out else planned)  # they hold places, too
         return planned
 
@@ -119,6 +128,21 @@ class DecodePlanner:
                 planned.append(beam)
         self._charge_tokens(planned)
         return planned
+
+    def _keep_states(self, sequences: list[GrowingSequence], num_decodes: int) -> None:
+        """Keeps states of these sequences as they are before their next tokens, where there is room, and not many.
+
+        A step reads and writes each state as a copy does, so these copies are a small part of it.
+        """
+        num_pages = self._limits.num_state_pages
+        most_states = max(1, min(num_decodes // _DECODES_PER_STATE, _MOST_STATE_PAGES // num_pages))
+        for sequence in sequences[:most_states]:
+            if sequence.sequence_id not in self._running.by_id:
+                continue  # it was preempted just now
+            pages = self._memory.take_spare(num_pages, self._running.reserve.min_pages)
+            if pages is None:
+                break
+            self.snapshots.append(self._prefixes.begin_answer_snapshot(sequence, pages))
 
     @property
     def num_waiting_beams(self) -> int:

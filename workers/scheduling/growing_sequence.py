@@ -36,6 +36,8 @@ class StateSnapshot(msgspec.Struct, frozen=True):
     sequence: GrowingSequence
     position: int  # tokens before it
     pages: tuple[int, ...]
+    is_of_answer: bool = False
+    position_before: int = 0  # of the snapshot of the answer that it takes the place of; 0: there is none
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -56,7 +58,8 @@ class GrowingSequence:
     dense_pages: tuple[int, ...] = ()  # that have what full layers see of its first `num_gone` pages
     state_pages: tuple[int, ...] = ()  # of its recurrent state, where the base has one
     snapshots_at: tuple[int, ...] = ()  # positions after which its recurrent state is kept, ascending
-    last_snapshot: int = 0  # the last position at which it is kept or planned to be
+    last_snapshot: int = 0  # the last position at which it is kept or planned to be, and stays
+    answer_snapshot: int = 0  # a later one in the answer, until the next one takes its place; 0: there is none
     packed_state: Int32s = b""  # these as plans carry them
     packed_pages: Int32s = b""  # the table as plans carry it, updated only when pages are added or given back
     sequence_id: int = field(init=False)

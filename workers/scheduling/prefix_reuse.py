@@ -22,6 +22,7 @@ from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
 MOST_KEYS = 1024  # made in a step for sequences that arrive and wait, while others run
+_ANSWER_PAGES = 4  # of KV between snapshots of an answer, at least
 _KEYS_OF_A_COPY = 128  # that could be made in the time in which those of a common prefix are found and copied
 # Memo of `num_held_by_others`: by the key of the first page, the number of pages that the last sequence with this page
 # found held, and the key of the last of them. Another sequence with the same key there need not check these again.
@@ -432,7 +433,8 @@ class PrefixReuse:
         Others begin like its prompt as a whole, up to the last page that it need not compute; or as it begins like the
         one before that has left KV without a state (Marconi, arXiv 2411.19379, §4.1).
         """
-        sequence.last_snapshot = start = sequence.num_computed
+        sequence.last_snapshot, sequence.answer_snapshot = sequence.num_computed, 0
+        start = sequence.num_computed
         block_size = self._block_size
         last = (len(sequence.token_ids) - 1) // block_size
         depths = sorted({prefix.num_kv_pages, last}) if self._enabled else []
@@ -450,36 +452,84 @@ class PrefixReuse:
             return []
         positions = [position for position in sequence.snapshots_at if start <= position < end]
         last = (end - 1) // self._block_size * self._block_size
-        interval = 2 * self._limits.num_state_pages * self._block_size
-        if last > start and last - max([sequence.last_snapshot, *positions]) >= interval:
+        if last > start and last - max([sequence.last_snapshot, *positions]) >= self._snapshot_interval:
             positions.append(last)
         return positions
 
+    @property
+    def _snapshot_interval(self) -> int:
+        """Tokens whose KV takes twice as many pages as a state."""
+        return 2 * self._limits.num_state_pages * self._block_size
+
+    def keeps_answer(self, sequence: GrowingSequence, position: int) -> bool:
+        """Whether the state of an answer is to be kept after so many tokens, which are whole pages.
+
+        Not of a beam: few of them are a part of the next prompt.
+        """
+        num_tokens = position - max(sequence.last_snapshot, sequence.answer_snapshot)
+        return self._enabled and sequence.beams is None and num_tokens >= _ANSWER_PAGES * self._block_size
+
+    def begin_answer_snapshot(self, sequence: GrowingSequence, pages: tuple[int, ...]) -> StateSnapshot:
+        """The next plan, which computes one token of the sequence, first copies its state to these pages."""
+        position = sequence.next_position - 1
+        state = StateSnapshot(sequence, position, pages, True, sequence.answer_snapshot)
+        sequence.answer_snapshot = position
+        self._begin_copy(state)
+        return state
+
     def begin_snapshot(self, state: StateSnapshot, start: int) -> None:
         """The next plan, which computes the sequence from `start` on, writes this state to pages of its own."""
-        self._snapshots[state.pages] = state
         state.sequence.last_snapshot = state.position
         if state.position == start:  # it is there before the plan is computed
-            pages = state.sequence.state_pages
-            self._cache.acquire(pages)
-            self._copied_from.update(pages)
-            self._copies += map(PageCopy, pages, state.pages)
+            self._begin_copy(state)
+        else:
+            self._snapshots[state.pages] = state
+
+    def _begin_copy(self, state: StateSnapshot) -> None:
+        self._snapshots[state.pages] = state
+        pages = state.sequence.state_pages
+        self._cache.acquire(pages)
+        self._copied_from.update(pages)
+        self._copies += map(PageCopy, pages, state.pages)
 
     def skip_snapshot(self, sequence: GrowingSequence, position: int) -> None:
         """The state there is not kept, so none waits for it."""
         self._stop_coming(sequence, sequence.page_keys[position // self._block_size - 1])
 
     def end_snapshot(self, state: StateSnapshot, *, was_dropped: bool) -> None:
-        """The plan has been computed. Others go on from the state, unless the sequence has left since."""
+        """The plan has been computed. Others go on from the state, unless the sequence has left since.
+
+        That of an answer takes the place of the one before, unless that is far enough from the last one that stays. So
+        a sequence has one more than a prompt has, near its end, and tiers behind the pool get it when it leaves.
+        """
         del self._snapshots[state.pages]
-        if not was_dropped:
-            sequence, depth = state.sequence, state.position // self._block_size
-            key = sequence.page_keys[depth - 1]
-            num_blocks = depth - sequence.num_at_start // self._block_size
-            if self._cache.insert_state(state.pages, state_key(key), depth, num_blocks, sequence.adapter_digest):
-                self._tiers.offer(state.pages, state_key(key))
-            self._stop_coming(sequence, key)
+        sequence, depth = state.sequence, state.position // self._block_size
+        if was_dropped:
+            self._offer_state(sequence, state.position_before)
+            self._cache.release(state.pages)
+            return
+        key = sequence.page_keys[depth - 1]
+        first = sequence.last_snapshot if state.is_of_answer else sequence.num_at_start
+        num_blocks = depth - first // self._block_size
+        self._cache.insert_state(state.pages, state_key(key), depth, num_blocks, sequence.adapter_digest)
         self._cache.release(state.pages)
+        if not state.is_of_answer:
+            self._offer_state(sequence, state.position)
+            self._stop_coming(sequence, key)
+        elif state.position_before - sequence.last_snapshot >= self._snapshot_interval:
+            sequence.last_snapshot = state.position_before
+            self._offer_state(sequence, state.position_before)
+        elif state.position_before:
+            before = sequence.page_keys[state.position_before // self._block_size - 1]
+            self._cache.forget_unused(state_key(before))
+
+    def _offer_state(self, sequence: GrowingSequence, position: int) -> None:
+        """The state after so many of the sequence's tokens is copied to the next tier, if it is in the pool."""
+        depth = position // self._block_size
+        if 0 < depth <= len(sequence.page_keys):
+            key = state_key(sequence.page_keys[depth - 1])
+            if (pages := self._cache.pages_of(key)) is not None:
+                self._tiers.offer(pages, key)
 
     def is_shared(self, page: int, num_holders: int) -> bool:
         """Others than one sequence hold a page that is not full. Copies from it do not count."""
@@ -591,6 +641,7 @@ class PrefixReuse:
     def leave(self, sequence: GrowingSequence) -> None:
         """The sequence stops running: its pages are released, if they are many in later steps."""
         self._forget_tail(sequence)
+        self._offer_state(sequence, sequence.answer_snapshot)
         for key in sequence.page_keys[max(0, sequence.num_kept_pages - 1) :]:  # the last kept one may lack its state
             self._stop_coming(sequence, key)
         if self._copies:  # into its pages, which may be others' in the step that is planned

@@ -133,18 +133,16 @@ class PromptPlanner:
     def _plan_snapshots(self, sequence: GrowingSequence, num_tokens: int) -> list[StateSnapshot]:
         """What a chunk of so many tokens keeps of the sequence's recurrent states, as far as there is room for them.
 
-        Only what is idle goes for them, and no adapter that waiting sequences will use soon.
+        Only what is idle goes for them.
         """
         snapshots = list[StateSnapshot]()
         start, num_pages = sequence.next_position, self._limits.num_state_pages
         for position in self._prefixes.snapshot_positions(sequence, start, start + num_tokens) if num_pages else ():
-            num_left_free = self._running.reserve.min_pages
-            keep = self._memory.wanted_adapters
-            if not self._memory.has_room(num_pages + num_left_free, keep):
+            pages = self._memory.take_spare(num_pages, self._running.reserve.min_pages)
+            if pages is None:
                 self._prefixes.skip_snapshot(sequence, position)
                 continue
-            self._memory.make_room(num_pages, keep)
-            state = StateSnapshot(sequence, position, self._memory.allocator.allocate(num_pages) or ())
+            state = StateSnapshot(sequence, position, pages)
             self._prefixes.begin_snapshot(state, start)
             snapshots.append(state)
         return snapshots

@@ -32,12 +32,16 @@ class PlannedStep:
     """
 
     def __init__(
-        self, decodes: list[GrowingSequence], chunks: list[PlannedChunk], beams: list[GrowingSequence] | None = None
+        self,
+        decodes: list[GrowingSequence],
+        chunks: list[PlannedChunk],
+        beams: list[GrowingSequence] | None = None,
+        snapshots: Sequence[StateSnapshot] = (),
     ) -> None:
-        """`beams`: beams of searches, whose newest tokens are known."""
+        """`beams`: beams of searches, whose newest tokens are known. `snapshots`: of states of decodes."""
         self.decodes, self.chunks, self.beams = decodes, chunks, beams or []
         self.prompts = [(chunk.part.start, len(chunk.part.token_ids)) for chunk in chunks]  # first position, tokens
-        self.snapshots = [state for chunk in chunks for state in chunk.snapshots]
+        self.snapshots = [*snapshots, *[state for chunk in chunks for state in chunk.snapshots]]
         self.num_tokens = 0  # of all parts
         self.late: set[GrowingSequence] = set()  # sequences that were dropped from the step: their masks were late
         self.drops: set[GrowingSequence] = set()  # preempted or cancelled since: their results are dropped

@@ -295,7 +295,7 @@ class Scheduler:
         if any_wait or self._running.prompts:
             most_chunks = max(0, self._limits.max_num_sequences - num_decodes)
             chunks = self._admission.plan_prompts(self._prompt_budget(num_decodes), may_admit, most_chunks)
-        planned = PlannedStep(decodes, chunks, beams)
+        planned = PlannedStep(decodes, chunks, beams, self._decodes.snapshots)
         parts = (
             () if self._uncommitted else planned.parts({})
         )  # otherwise when it is settled, as tokens are not known yet
@@ -383,9 +383,9 @@ class Scheduler:
         self._counts.num_computed_tokens += planned.num_tokens
         if planned.beams:
             self._commit_beams(planned, result)
-        self._commit_decodes(planned, result, updates)
-        for state in planned.snapshots:
+        for state in planned.snapshots:  # first, as sequences may end
             self._prefixes.end_snapshot(state, was_dropped=state.sequence in planned.drops)
+        self._commit_decodes(planned, result, updates)
         for chunk in planned.chunks:
             if chunk.sequence not in planned.drops:
                 self._commit_chunk(chunk, result, updates)
