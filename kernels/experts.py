@@ -23,7 +23,7 @@ class Routing:
     """How the scores of a layer's experts choose those of a row, and weight them.
 
     Groups of neighbours are DeepSeek V3's (arXiv 2412.19437, §2.1.2): a row's experts are of the `top_groups` groups
-    whose two best experts have the highest sums.
+    whose `group_best` best experts have the highest sums: two, or one (DeepSeek V2).
     """
 
     top_k: int = 1  # experts of a row
@@ -32,6 +32,7 @@ class Routing:
     has_bias: bool = False  # each expert's score has a bias, for the choice alone
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2
     scale: float = 1.0  # of the weights
     eps: float = 0.0
     scales_inputs: bool = False  # weights multiply the experts' inputs, not their outputs (Llama 4)
@@ -76,7 +77,7 @@ def _open_to_choice(scores: torch.Tensor, routing: Routing) -> torch.Tensor:
     if routing.num_groups == 1:
         return scores
     groups = scores.unflatten(-1, (routing.num_groups, -1))  # [num_rows, num_groups, experts of a group]
-    best = groups.topk(2, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
+    best = groups.topk(routing.group_best, dim=-1).values.sum(-1).topk(routing.top_groups, dim=-1).indices
     is_closed = scores.new_ones(groups.shape[:-1]).scatter(-1, best, 0.0).bool()
     open_scores: torch.Tensor = groups.masked_fill(is_closed.unsqueeze(-1), -float("inf"))
     return open_scores.flatten(-2)

@@ -27,7 +27,7 @@ struct ChosenExpert {
 struct Routing {
     int64_t top_k;
     bool is_normalized, is_sigmoid;
-    int64_t num_groups, top_groups;
+    int64_t num_groups, top_groups, group_best;  // `group_best`: 1 or 2
     float scale, eps;
     const float* bias;     // null: none
     const float* factors;  // of the experts' weights; null: none
@@ -83,8 +83,9 @@ inline int64_t largest_place(const float* numbers, int64_t count) {
     return place;
 }
 
-// Sets the choices of all groups but the `top_groups` whose two best have the highest sums to minus infinity.
-inline void close_groups(float* choices, int64_t num_experts, int64_t num_groups, int64_t top_groups, float* sums) {
+// Sets the choices of all groups but the `top_groups` whose best or two best have the highest sums to minus infinity.
+inline void close_groups(float* choices, int64_t num_experts, const Routing& routing, float* sums) {
+    const int64_t num_groups = routing.num_groups, top_groups = routing.top_groups;
     const int64_t size = num_experts / num_groups;
     for (int64_t g = 0; g < num_groups; g++) {
         float first = -INFINITY, second = -INFINITY;
@@ -92,7 +93,7 @@ inline void close_groups(float* choices, int64_t num_experts, int64_t num_groups
             second = std::max(second, std::min(first, choices[e]));
             first = std::max(first, choices[e]);
         }
-        sums[g] = first + second;
+        sums[g] = routing.group_best == 1 ? first : first + second;
     }
     for (int64_t i = 0; i < top_groups; i++) {
         const int64_t best = largest_place(sums, num_groups);
@@ -133,7 +134,7 @@ void route_row(const T* logits, int64_t num_experts, const Routing& routing, flo
         std::copy(scores, scores + num_experts, choices);
     else  // sigmoids near 1 are equal
         each([&](int64_t i, int32_t count) { store(choices + i, load(logits + i, count)); });
-    if (routing.num_groups > 1) close_groups(choices, num_experts, routing.num_groups, routing.top_groups, sums);
+    if (routing.num_groups > 1) close_groups(choices, num_experts, routing, sums);
     float total = routing.eps;
     for (int64_t j = 0; j < routing.top_k; j++) {
         const int64_t expert = std::max<int64_t>(largest_place(choices, num_experts), 0);

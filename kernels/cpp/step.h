@@ -96,7 +96,7 @@ struct StepOperation {
             double alpha, limit;
         } gated;
         struct {
-            int64_t num_experts, top_k, is_normalized, is_sigmoid, num_groups, top_groups;
+            int64_t num_experts, top_k, is_normalized, is_sigmoid, num_groups, top_groups, group_best;
             double scale, eps;
             const float *bias, *factors;  // null: none
         } choose_experts;
@@ -414,9 +414,9 @@ class Step {
 
     void choose(const StepOperation& op) const {
         const auto& own = op.choose_experts;
-        const Routing routing{own.top_k,      own.is_normalized != 0, own.is_sigmoid != 0, own.num_groups,
-                              own.top_groups, float(own.scale),       float(own.eps),      own.bias,
-                              own.factors};
+        const Routing routing{
+            own.top_k,      own.is_normalized != 0, own.is_sigmoid != 0, own.num_groups, own.top_groups,
+            own.group_best, float(own.scale),       float(own.eps),      own.bias,       own.factors};
         choose_experts(of(op.x), call.num_rows, own.num_experts, routing, pairs, num_threads);
     }
 

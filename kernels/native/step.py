@@ -286,7 +286,8 @@ class NativeStep:
         assert all(each is None or each.dtype == torch.float32 for each in of_experts), "scores are float32"
         addresses = [0 if each is None else self._address(each) for each in of_experts]
         numbers = [routing.top_k, routing.is_normalized, routing.scoring == "sigmoid"]
-        groups = [routing.num_groups, routing.top_groups]
+        assert routing.group_best in (1, 2), "the best, or the two best"
+        groups = [routing.num_groups, routing.top_groups, routing.group_best]
         return [self._width(op.x), *numbers, *groups, float_bits(routing.scale), float_bits(routing.eps), *addresses]
 
     @_fields.register

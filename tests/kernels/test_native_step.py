@@ -223,6 +223,7 @@ ROUTINGS = (
     Routing(2, scoring="sigmoid", has_bias=True, scale=1.7),
     Routing(3, True, "sigmoid", has_bias=True, num_groups=EXPERTS // 2, top_groups=2, scale=0.6, eps=1e-20),
     Routing(3, True, has_bias=True, eps=0.1),
+    Routing(2, has_bias=True, num_groups=EXPERTS // 2, top_groups=2, group_best=1, scale=1.3),
 )
 
 

@@ -28,7 +28,7 @@ _RECURRENT: Final[Mapping[str | None, tuple[str, ...]]] = {
 _LINEARS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 _DENSE_KEYS: Final = {"first_k_dense_replace", "mlp_only_layers", "intermediate_size_mlp", "moe_layer_start_index"}
-_SHARED_KEYS: Final = {"n_shared_experts", "moe_num_shared_experts", "intermediate_size_mlp"} | {
+_SHARED_KEYS: Final = {"n_shared_experts", "moe_num_shared_experts", "intermediate_size_mlp", "moe_topk"} | {
     "shared_expert_intermediate_size"
 }
 

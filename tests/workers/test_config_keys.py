@@ -156,7 +156,7 @@ def _ends_in_a_fault_of_transformers(name: str, key: str, value: Any) -> bool:
     """
     if name.startswith(("cohere2", "deepseek_v3", "mistral4")):
         return key == "head_dim" and value is None
-    if name == "deepseek_v2":
+    if name.startswith("deepseek_v2"):
         return key in ("head_dim", "mlp_bias", "topk_method") and value is None
     return name == "mixtral" and isinstance(value, dict) and value.get("rope_type") == "yarn"
 

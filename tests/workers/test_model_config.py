@@ -827,6 +827,36 @@ def test_layers_of_one_half(tmp_path: Path, layers: dict[str, Any]) -> None:
     )
 
 
+def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+    """Its own `model_type`, which transformers takes for that of DeepSeek V3."""
+    base = write_model("deepseek_v3", tmp_path / "base")
+    raw = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "kimi_k2"}))
+    assert ModelConfig.from_folder(tmp_path) == ModelConfig.from_folder(base)
+    (tmp_path / "config.json").write_text(
+        json.dumps(raw | {"model_type": "kimi_k2", "architectures": ["LlamaForCausalLM"]})
+    )
+    with pytest.raises(ValueError, match="model_type = 'kimi_k2' contradicts"):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"topk_method": "noaux_tc"}, "topk_method = 'noaux_tc' is not supported"),
+        ({"n_group": None}, "lacks 'n_group'"),
+        ({"n_group": 4}, "n_group = 4: a divisor of 6, the number of experts, with an expert in each group"),
+        ({"topk_group": 1}, "topk_group = 1: up to n_group = 3, and groups that have num_experts_per_tok = 3"),
+    ],
+)
+def test_groups_of_deepseek_v2_that_cannot_be(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    base = write_model("deepseek_v2_groups", tmp_path / "base")
+    raw = json.loads((base / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        ModelConfig.from_folder(tmp_path)
+
+
 def test_layers_of_experts_alone(tmp_path: Path) -> None:
     """As published: with a key by two names, and one of what rotates nothing."""
     named_twice = {"layer_norm_epsilon": 1e-5, "norm_eps": 1e-5, "rope_theta": 10000, "partial_rotary_factor": 1.0}

@@ -411,7 +411,8 @@ def model_size(model: ModelConfig) -> ModelSize:
         attention=all_products - products + stored + biases + small,
         mlp=dense + dense_bias + num_sparse * sparse,
         norms=norms,
-        head=0 if model.tie_word_embeddings else embedding,
+        head=(0 if model.tie_word_embeddings else embedding)
+        + model.vocab_size * (family.head_has_bias and model.mlp_bias),
         active=all_products + dense + num_sparse * chosen + embedding,
     )
 

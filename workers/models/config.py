@@ -269,7 +269,7 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
         family.rope_kinds,
         family.scales_queries,
     )
-    if family.qk_norm_is_last:
+    if family.qk_norm_is_last or (values.get("use_qk_norm") and not family.qk_norm_has_weights):
         rotaries = without_amplitude(rotaries)
     if rotaries[0].factors:
         rotaries = (_with_amplitude(rotaries[0], int(values["max_position_embeddings"]), head_dim),) * len(rotaries)
@@ -393,10 +393,12 @@ def _family(raw: Mapping[str, Any]) -> Family:
 def _check_model_type(raw: Mapping[str, Any], needed: str) -> None:
     """transformers chooses by `model_type`, and motet by `architectures`."""
     model_type = raw.get("model_type")
+    if model_type == "kimi_k2":  # of released files; transformers takes it for the other, too
+        model_type = "deepseek_v3"
     if model_type is not None and model_type != needed:
         raise ValueError(
-            f"model_type = {model_type!r} contradicts architectures = {raw['architectures']!r}, whose model_type is "
-            f"{needed!r}: correct one of them"
+            f"model_type = {raw['model_type']!r} contradicts architectures = {raw['architectures']!r}, whose "
+            f"model_type is {needed!r}: correct one of them"
         )
 
 

@@ -315,6 +315,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "n_shared_experts": _SIZE,
     "n_group": _SIZE,
     "topk_group": _SIZE,
+    "topk_method": _TEXT,
     "first_k_dense_replace": _COUNT,
     "routed_scaling_factor": _NUMBER,
     "use_qk_norm": _FLAG,

@@ -50,6 +50,7 @@ class Decoder:
     logit_multiplier: float
     norm_is_centred: bool  # a layer norm
     norm_bias: torch.Tensor | None  # [hidden] float32
+    head_bias: torch.Tensor | None  # [vocab] float32, on every worker
     logit_softcap: float | None  # a logit l becomes softcap * tanh(l / softcap); None: logits are not capped
 
     def hidden_states(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -71,6 +72,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`[num_rows, vocab]` in float32, on every worker."""
         logits = self._raw_logits(hidden, context)
+        if self.head_bias is not None:
+            logits = logits + self.head_bias
         if self.logit_multiplier != 1.0:
             logits = logits * self.logit_multiplier
         if self.logit_softcap is None:
@@ -158,6 +161,9 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
         head = embedding
     else:
         head = checkpoint.take("lm_head.weight", (vocab, hidden), rows=part)
+    head_bias = None
+    if config.family.head_has_bias and config.mlp_bias and checkpoint.has_head:
+        head_bias = checkpoint.take("lm_head.bias", (vocab,), in_floats=True)
     checkpoint.drop(suffix="rotary_emb.inv_freq")
     if config.recurrent is not None:
         checkpoint.drop(prefix="mtp.")  # it guesses several tokens at once: another model beside this one
@@ -183,5 +189,6 @@ def load_decoder(sharding: ModelSharding, checkpoint: WeightSource, kernels: Ker
         logit_multiplier=config.logit_multiplier,
         norm_is_centred=config.family.centred_norms,
         norm_bias=norm_bias,
+        head_bias=head_bias,
         logit_softcap=config.logit_softcap,
     )

@@ -147,10 +147,9 @@ def _routing(values: Mapping[str, Any], family: Family, num_experts: int) -> Rou
         family.routing,
         top_k=top_k,
         is_normalized=family.always_normalized or bool(values.get("norm_topk_prob", False)),
-        num_groups=int(values.get("n_group", 1)),
-        top_groups=int(values.get("topk_group", 1)),
         scale=float(values.get("routed_scaling_factor", 1.0)),
     )
+    routing = _with_groups(routing, values)
     _check_groups(routing, num_experts)
     return routing
 
@@ -178,15 +177,31 @@ def _dense_layers(kinds: Sequence[str] | None, num_layers: int) -> set[int]:
     return {layer for layer, kind in enumerate(kinds) if kind == "dense"}
 
 
+def _with_groups(routing: Routing, values: Mapping[str, Any]) -> Routing:
+    """DeepSeek V2 says by `topk_method` whether there are any groups; others have no such choice."""
+    method = values.get("topk_method")
+    if method == "greedy":
+        return routing
+    if method not in (None, "group_limited_greedy"):
+        raise ValueError(f"topk_method = {method!r} is not supported: 'greedy' and 'group_limited_greedy' are accepted")
+    num_groups, top_groups = values.get("n_group", 1), values.get("topk_group", 1)
+    for key, number in (("n_group", num_groups), ("topk_group", top_groups)):
+        if number is None:
+            raise KeyError(key)
+    best = routing.group_best if method is None else 1
+    return replace(routing, num_groups=num_groups, top_groups=top_groups, group_best=best)
+
+
 def _check_groups(routing: Routing, num_experts: int) -> None:
     """Raises ValueError for groups of which a row cannot choose its experts."""
     num_groups, top_groups = routing.num_groups, routing.top_groups
     if num_groups == 1 and top_groups == 1:
         return
     size = num_experts // num_groups
-    if num_experts % num_groups or size < 2:
+    if num_experts % num_groups or size < routing.group_best:
+        each = "two experts" if routing.group_best == 2 else "an expert"
         raise ValueError(
-            f"n_group = {num_groups}: a divisor of {num_experts}, the number of experts, with two experts in each "
+            f"n_group = {num_groups}: a divisor of {num_experts}, the number of experts, with {each} in each "
             "group at least, is needed"
         )
     if not top_groups <= num_groups or top_groups * size < routing.top_k:

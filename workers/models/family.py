@@ -99,6 +99,7 @@ class Family:
     paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, of linears that other bases name otherwise
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
+    head_has_bias: bool = False  # where MLPs have
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # linears of a layer that are one in the file
     scaled_embedding: bool = False  # the embedding is multiplied by the square root of the hidden size
     slides: Slides = never  # which layers see only a window of the newest tokens

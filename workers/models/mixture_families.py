@@ -61,7 +61,6 @@ MIXTURE_FAMILIES = {
         qk_norm_has_weights=False,
         slides=if_rotated,
         rope_theta=500_000.0,
-        rope_kinds=("default", "linear", "llama3"),
         rotates_neighbours=True,
         experts=ExpertNames(
             "feed_forward",
@@ -150,6 +149,7 @@ MIXTURE_FAMILIES = {
             "num_key_value_heads": 4,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": True,
+            "use_bias": False,
             "moe_num_experts": 64,
             "moe_k": 6,
             "moe_intermediate_size": 1536,
@@ -164,6 +164,7 @@ MIXTURE_FAMILIES = {
         rope_theta=500_000.0,
         rotates_neighbours=True,
         experts=replace(DEEPSEEK_EXPERTS, bias="moe_statics.e_score_correction_bias"),
+        head_has_bias=True,
         routing=Routing(has_bias=True),
         always_normalized=True,
     ),
