@@ -23,7 +23,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
-from motet.benchmarks.rigs.hybrid_steps import BLOCK_SIZE, HYBRID, Side, model_of, side_of
+from motet.benchmarks.rigs.mixer_steps import BASES, BLOCK_SIZE, Side, model_of, side_of
 from motet.cluster.config import MotetConfig
 from motet.workers.costs.replay import VirtualExecutor
 from motet.workers.engine_builder import build_virtual_engine
@@ -32,6 +32,7 @@ from motet.workers.plan import PageCopy, StepPlan
 from motet.workers.scheduling import prefix_reuse
 from motet.workers.wire.messages import SamplingParams, SequenceRequest, Submit
 
+HYBRID = BASES["delta"]
 SHAPE = HYBRID | {"num_hidden_layers": 24, "vocab_size": 248_320, "max_position_embeddings": 8192}
 PAGE_BYTES = ModelSharding(model_of(SHAPE)).layout(BLOCK_SIZE, "bfloat16").page_bytes
 NUM_DECODES = 8
@@ -96,15 +97,16 @@ def talk(num_conversations: int, num_pages: int, kv_host_bytes: int) -> Talked:
 def copies_over_steps(num_rounds: int = 9) -> tuple[float, float]:
     """Time of a step that copies a state over that of one that does not: of one step, and of all between copies."""
     torch.set_num_threads(1)
-    side = side_of(model_of(HYBRID), NUM_DECODES, 2)
-    num_state = len(side.plan.sequences[0].state.source) // 4  # type: ignore[union-attr]
+    side = side_of(model_of(HYBRID), 2)
+    plan = side.plans[f"decode_{NUM_DECODES}"]
+    num_state = len(plan.sequences[0].state.source) // 4  # type: ignore[union-attr]
     first_free = NUM_DECODES * (512 // BLOCK_SIZE + 1 + num_state)
     first = 512 // BLOCK_SIZE + 1  # of the first sequence's state
     copies = tuple(PageCopy(first + number, first_free + number) for number in range(num_state))
-    copying = Side(side.runner, msgspec.structs.replace(side.plan, copies=copies))
+    steps = Side(side.runner, {"copying": msgspec.structs.replace(plan, copies=copies), "plain": plan})
     ratios = []
     for turn in range(num_rounds + 1):
-        took_s = [each.step_s() for each in (copying, side)]
+        took_s = [steps.step_s(name) for name in ("copying", "plain")]
         ratios += [took_s[0] / took_s[1]] if turn else []
     ratio = statistics.median(ratios)
     return ratio, 1 + (ratio - 1) * NUM_DECODES / (prefix_reuse._ANSWER_PAGES * BLOCK_SIZE)
