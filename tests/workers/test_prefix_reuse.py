@@ -474,6 +474,18 @@ def test_a_step_keeps_the_states_of_few_answers() -> None:
     assert sum(num_copies) >= 9 * 3, "the others' turn comes with their next pages"
 
 
+def test_the_state_that_a_waiting_sequence_will_use_is_evicted_last() -> None:
+    s, worker = state_rig(60, None)
+    for i in range(3):
+        ask(s, worker, asking(i, [10 + i] * 14, max_tokens=1))
+    assert s.add(asking(5, [10] * 14, max_tokens=1), 0) is None  # the one that would go first
+    s._ahead = s._waiting.first(8)
+    keys = next_keys(first_link(asking(5, [])), [10] * 14, 0, 4, 3)
+    assert s.memory.make_room(60 - 3 - 3, frozenset())
+    assert states_in(s, keys) == [3]
+    assert [tiers_with(s, key) for key in keys] == 3 * [{"device"}]
+
+
 def test_what_host_memory_has_no_room_for_goes_on_to_disk_and_comes_back() -> None:
     s, worker = rig(num_pages=12, tiers=TierSizes(host=16, disk=100))
     ask(s, worker, asking(0, PROMPT, max_tokens=8))

@@ -275,7 +275,7 @@ class PrefixReuse:
     def pages_here(self, sequences: Iterable[GrowingSequence], max_pages: int) -> list[int]:
         """At most `max_pages` pages in the pool of the prefixes of these waiting sequences, in this order.
 
-        It takes time linear in these pages.
+        Of a state it is the first page. It takes time linear in these pages.
         """
         pages: dict[int, None] = {}
         for sequence in sequences:
@@ -290,6 +290,8 @@ class PrefixReuse:
                     break
                 if page is not None:
                     new.append(page)
+            if self._limits.num_state_pages:
+                new += self._with_state(sequence.page_keys[: self._num_usable(sequence)]).state_pages[:1]
             pages |= dict.fromkeys(reversed(new))
             if len(pages) >= max_pages:
                 break
@@ -670,6 +672,14 @@ class PrefixReuse:
         """Raises AssertionError if a page is awaited that no sequence computes and no copy brings."""
         computing = {id(sequence) for sequence in self._pending.values() if sequence is not None}
         assert computing <= {id(sequence) for sequence in running}
+        num_state_pages = self._limits.num_state_pages
+        assert all(len(pages) == num_state_pages for pages in self._snapshots), "a part of a state is kept, or too much"
+        for sequence in running:
+            position = sequence.answer_snapshot
+            is_of_answer = (
+                sequence.last_snapshot < position < sequence.next_position and not position % self._block_size
+            )
+            assert not position or is_of_answer, "a state of an answer is kept where there is none"
         copied = {key for key, sequence in self._pending.items() if sequence is None}
         assert copied == self._tiers.coming_keys(), "a page is awaited that no copy brings"
         assert all(s.tail_link == link for link, s in self._tails.items()), "a tail is not known as such"

@@ -49,6 +49,7 @@ class TierSlots:
         self._floor = 0.0  # worth of the page replaced last
         self._number = 0  # of the page written last
         self._writing: dict[PageKey, tuple[int, ...]] = {}
+        self._num_writing = 0  # slots
         self._readers: Counter[PageKey] = Counter()
 
     def __contains__(self, key: PageKey | None) -> bool:
@@ -57,7 +58,7 @@ class TierSlots:
 
     @property
     def num_held(self) -> int:
-        return self.num_slots - len(self._free) - sum(map(len, self._writing.values()))
+        return self.num_slots - len(self._free) - self._num_writing
 
     @property
     def num_free(self) -> int:
@@ -77,6 +78,7 @@ class TierSlots:
         slots = tuple(self._free[: -num_pages - 1 : -1])
         del self._free[-num_pages:]
         self._writing[key] = slots
+        self._num_writing += num_pages
         return slots
 
     def num_pages_of(self, keys: Iterable[PageKey]) -> int:
@@ -88,7 +90,8 @@ class TierSlots:
 
     def written(self, keys: Iterable[PageKey]) -> None:
         for key in keys:
-            self._slots[key] = self._writing.pop(key)
+            self._slots[key] = slots = self._writing.pop(key)
+            self._num_writing -= len(slots)
             self._number += 1
             self._entries[key] = entry = _Entry(self._number, self._floor + _WRITTEN)
             heappush(self._heap, (entry.worth, -entry.number, key))
@@ -99,7 +102,9 @@ class TierSlots:
     def fail(self, keys: Iterable[PageKey]) -> None:
         """Frees the slots of pages that could not be written."""
         for key in keys:
-            self._free += self._writing.pop(key)
+            slots = self._writing.pop(key)
+            self._num_writing -= len(slots)
+            self._free += slots
 
     def begin_read(self, keys: Sequence[PageKey]) -> tuple[int, ...]:
         """Slots of pages, which are not replaced until `end_read`."""
@@ -254,7 +259,7 @@ class TierTraffic:
 
     def offer(self, pages: tuple[int, ...], key: PageKey) -> None:
         """A page was filled, or a state written, and is kept in the pool: it is copied to the next tier when there is
-        time. Not a state for which the tier is too small.
+        time. Not a state for which a tier is too small.
         """
         tiers = self._tiers.values()
         if not tiers or any(tier.works and (key in tier or tier.is_coming(key)) for tier in tiers):
