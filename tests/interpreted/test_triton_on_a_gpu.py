@@ -145,7 +145,10 @@ def test_experts_that_ask_the_host_cannot_be_recorded(
 
 def test_states_that_ask_the_host_cannot_be_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows are of which sequence, as the twin has it: put back, it is found."""
-    stock, recur = qwen3_5(tmp_path), TritonRecurrence.__call__
+    stock, recur = (
+        Stock.make(write_model("lfm2", tmp_path / "model"), {}, tmp_path / "store"),
+        TritonRecurrence.__call__,
+    )
 
     def asking(kernel: TritonRecurrence, *arguments: Any) -> torch.Tensor:
         arguments[-1].segment_rows.tolist()
