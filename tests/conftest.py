@@ -57,6 +57,15 @@ ASKS_REDIS: tuple[Callable[..., object], ...] = (
     Store.__init__,
 )
 
+# Of tests with the mark `each_kind`: the variants of tests/rigs/oracle.py that have them without --thorough, and the
+# fixtures that are made of a variant.
+KINDS = (
+    *("llama", "gemma3", "olmo3", "cohere2", "starcoder2", "apertus", "gemma4", "gemma4_dense"),
+    *("qwen2_moe", "gpt_oss", "glm4_moe", "llama4", "gemma4_moe", "hunyuan_moe", "deepseek_v3", "mistral4"),
+    *("qwen3_5", "qwen3_next", "lfm2_bias", "falcon_h1_biases", "granite_hybrid_moe", "nemotron_h_moe"),
+)
+_OF_A_VARIANT = ("bench", "case", "stock")
+
 _OWN_SETTINGS = "_hypothesis_internal_use_settings"  # of a test of hypothesis, which has no other way to its settings
 # How long an example takes says only how busy the machine is.
 hypothesis.settings.register_profile("motet", deadline=None)
@@ -106,6 +115,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Long files first: they are shared out file by file, and a long one at the end would run alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if not config.option.thorough:
+        left_out = [item for item in items if _is_of_no_kind(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _is_of_no_kind(item)]
         rarely_run = {ROOT / file for file in covered_files()}
         for test in {_function_of(item) for item in items if item.path not in rarely_run}:
             _halve_examples(test)
@@ -121,6 +133,14 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """nanobind reports what is not collected when the interpreter ends."""
     gc.unfreeze()
+
+
+def _is_of_no_kind(item: pytest.Item) -> bool:
+    """Has the mark `each_kind`, and is of a variant that is not in `KINDS`."""
+    if item.get_closest_marker("each_kind") is None:
+        return False
+    variants: dict[str, object] = vars(item)["callspec"].params
+    return any(variants.get(fixture, KINDS[0]) not in KINDS for fixture in _OF_A_VARIANT)
 
 
 def _function_of(item: pytest.Item) -> Callable[..., object] | None:

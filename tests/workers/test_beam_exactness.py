@@ -96,6 +96,7 @@ def test_beams_are_those_of_transformers(bench: Bench) -> None:
         found_by(rig, bench, num_samples=0)
 
 
+@pytest.mark.each_kind
 def test_nano_batches_of_one_worker_find_the_same(bench: Bench) -> None:
     with bench.stock.engine(num_pages=400, max_tokens_per_step=len(ANYWHERE)) as rig:
         assert isinstance(rig.engine.executor, LocalExecutor)
@@ -103,6 +104,7 @@ def test_nano_batches_of_one_worker_find_the_same(bench: Bench) -> None:
         found_by(rig, bench, num_samples=2)
 
 
+@pytest.mark.each_kind
 def test_beams_that_are_preempted_are_the_same(bench: Bench) -> None:
     def most_pages(adapter: str | None, num_prompt: int) -> int:
         of_adapter = bench.stock.num_pages(1, adapter)

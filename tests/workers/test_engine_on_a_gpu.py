@@ -116,6 +116,7 @@ def test_every_family_answers_as_on_the_cpu(stock: Stock, on_the_cpu: list[Seque
         same(ask_all(rig, prompts(3)), on_the_cpu)
 
 
+@pytest.mark.each_kind
 @pytest.mark.parametrize("expert_sharding", ["tensor", "expert"])
 def test_a_gang_of_two_answers_as_one_does(
     stock: Stock, on_the_cpu: list[SequenceOutput], expert_sharding: str

@@ -166,6 +166,7 @@ def test_a_step_at_once_and_kernel_by_kernel(bench: Bench) -> None:
         _assert_same_tokens(bench.questions, _ask(rig, bench.questions))
 
 
+@pytest.mark.each_kind
 def test_chunked_prompts(bench: Bench) -> None:
     """Prompts in chunks that do not end with a page, beside decodes; two sequences share a prompt at the same time."""
     twice = [question for question in bench.questions for _ in range(2)]
@@ -245,6 +246,7 @@ def _rest(answer: Answer, num_tokens: int) -> Answer:
     return Answer(answer.token_ids[num_tokens:], answer.logits[num_tokens:])
 
 
+@pytest.mark.each_kind
 def test_random_workload(bench: Bench) -> None:
     """Arrivals and cancels at random times on a tiny pool: whatever ends is right, and nothing is left behind."""
     generator = random.Random(str(bench.questions[0].prompt))  # each model has a workload of its own
@@ -291,6 +293,7 @@ def test_random_workload(bench: Bench) -> None:
         assert rig.engine.load().counters.num_adapter_evictions > 0
 
 
+@pytest.mark.each_kind
 def test_seeded_draws_survive_preemption(bench: Bench) -> None:
     """A sequence with a seed gets the same text on a tiny pool as on one that holds all."""
     questions = bench.questions + bench.crowd
@@ -318,3 +321,9 @@ def test_bfloat16(bench: Bench, tmp_path: Path) -> None:
         worst = median(apart) if bench.has_experts else max(apart)
         assert worst < BFLOAT16_TOLERANCE, apart
         assert all(len(received.token_ids) == NUM_TOKENS for received in output)
+
+
+def test_kinds_are_variants(pytestconfig: pytest.Config) -> None:
+    """Those of tests with the mark `each_kind`, by their names."""
+    plugin = next(each for each in pytestconfig.pluginmanager.get_plugins() if hasattr(each, "KINDS"))
+    assert set(plugin.KINDS) <= VARIANTS.keys()

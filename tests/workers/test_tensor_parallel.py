@@ -80,7 +80,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(Oracle(model_path, adapters), model_path, folder / "store", refs)
 
 
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.each_kind)])
 def test_mixed_batch_on_a_small_pool(case: Case, degree: int) -> None:
     """Base and adapters in chunked batches; adapters evict one another."""
     _ask_a_mixed_batch(case, degree, max_tokens_per_step=24)
