@@ -27,6 +27,7 @@ DEADLINE_S = 3600  # of a program that takes half a minute on a fast machine
 pytestmark = pytest.mark.timeout(DEADLINE_S)
 DECODES = {"decode-1", "decode-64", "decode-256", "decode-64-float8", "hybrid-64"}
 PARTS = {"versions", "demo", "checks", "times", *DECODES, "prompts", "layers", "sweep", "long"}
+STATES = {"states", "prompt's states"}
 BAD_PARTS = """
 import ctypes, sys, time
 from pathlib import Path
@@ -193,4 +194,4 @@ def test_the_sweep_for_gpus_runs_dry() -> None:
     )
     assert run.returncode == 0, f"{run.stdout}\n{run.stderr}"
     assert "failed" not in run.stdout
-    assert set(json.loads(run.stdout.splitlines()[-1])["fastest"]) == {"decode", "chunk", "LoRA"}
+    assert set(json.loads(run.stdout.splitlines()[-1])["fastest"]) == {"decode", "chunk", "LoRA", *STATES}
