@@ -11,11 +11,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.gang_rig import gang
-from motet.tests.rigs.oracle import ALL_LINEAR, VOCAB_SIZE, write_model
+from motet.tests.rigs.oracle import ALL_LINEAR, VOCAB_SIZE, WRAPPED, write_model
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.workers.wire.messages import SamplingParams, SequenceUpdate
 from motet.workers.wire.prompt_scores import pooled_positions, unpacked_vector
@@ -54,7 +54,11 @@ class Base:
 
 
 # The variant, and whether config.json names the class with the head, as Qwen3-Embedding's does.
-@pytest.fixture(scope="module", params=[("mistral", False), ("qwen3", True), ("gemma3", False)], ids=lambda one: one[0])
+@pytest.fixture(
+    scope="module",
+    params=[("mistral", False), ("qwen3", True), ("gemma3", False), ("qwen3_vl", False), ("qwen3_5_vision", False)],
+    ids=lambda one: one[0],
+)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Base:
     name, names_head = request.param
     folder = tmp_path_factory.mktemp(name)
@@ -71,7 +75,9 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         if "lora_" in parameter_name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     adapted.save_pretrained(folder / ADAPTER)
-    assert next(iter(load_file(folder / ADAPTER / "adapter_model.safetensors"))).startswith("base_model.model.layers")
+    names = load_file(folder / ADAPTER / "adapter_model.safetensors")
+    wrapped = "language_model." if name in WRAPPED else ""
+    assert next(iter(names)).startswith(f"base_model.model.{wrapped}layers")
     path = folder / "base"
     return Base(path, Stock.make(path, {ADAPTER: folder / ADAPTER}, folder / "store"))
 
@@ -103,7 +109,12 @@ def test_tokens_come_where_the_embedding_is_the_head(base: Base) -> None:
             assert output.error is not None and output.error.kind == "invalid_request"
             assert "/v1/embeddings" in output.error.message
         return
-    model = AutoModelForCausalLM.from_pretrained(base.path, dtype=torch.float32)
+    loader = (
+        AutoModelForImageTextToText
+        if "vision_config" in (base.path / "config.json").read_text()
+        else AutoModelForCausalLM
+    )
+    model = loader.from_pretrained(base.path, dtype=torch.float32)
     tokens = torch.tensor([PROMPTS[0]])
     with torch.inference_mode():
         for _ in range(4):

@@ -19,7 +19,7 @@ from ..config import KVDtype
 from .adapter_shape import adapter_shape
 from .config_keys import read_keys
 from .expert_config import ExpertConfig
-from .families import WRAPPERS, family_of
+from .families import family_of, wrapper_of
 from .family import Family, Wrapper
 from .latent_config import LatentConfig
 from .layer_sizes import LayerSizes
@@ -225,7 +225,7 @@ def _object_of(path: Path) -> dict[str, Any]:
 
 def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     quantisation = read_quantisation(raw)
-    wrapper = WRAPPERS.get(_architecture(raw))
+    wrapper = wrapper_of(_architecture(raw))
     if wrapper is not None:
         _refuse_unsupported(raw, wrapper.text)
         raw, family = _text_config(raw, wrapper)

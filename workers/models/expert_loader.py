@@ -20,7 +20,9 @@ def load_experts(reader: LayerReader, dense: GatedMlp | None = None) -> ExpertMl
     hidden, (first, stop) = reader.config.hidden_size, reader.sharding.experts
     if names.are_fused:
         gate_up, down = _fused_experts(reader, names)
-    elif names.are_stacked or f"{reader.prefix}{names.prefix}{names.stacked[0]}" in reader.checkpoint:
+    elif names.are_stacked or any(
+        f"{reader.prefix}{names.prefix}{name}" in reader.checkpoint for name in names.stacked
+    ):
         gate_up, down = _stacked_experts(reader, names)
     else:
         gate_up, down = _single_experts(reader, names)

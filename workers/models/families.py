@@ -66,11 +66,17 @@ VISION_PREFIXES = (
     "embed_audio.",
 )
 
-# As AutoModel saves a model, without its head. A Gemma3Model sees images.
+# As AutoModel saves a model, without its head. A Gemma3Model, for example, sees images: its text is a Gemma3TextModel.
+_WRAPPERS_WITHOUT_HEAD = {name.replace("ForConditionalGeneration", "Model"): each for name, each in WRAPPERS.items()}
 _WITHOUT_HEAD = {
-    name.replace("ForCausalLM", "TextModel" if name.startswith("Gemma3") else "Model"): family
-    for name, family in FAMILIES.items()
+    headless if headless not in _WRAPPERS_WITHOUT_HEAD else headless.replace("Model", "TextModel"): family
+    for headless, family in ((name.replace("ForCausalLM", "Model"), family) for name, family in FAMILIES.items())
 }
+
+
+def wrapper_of(architecture: str) -> Wrapper | None:
+    """None: the architecture is of a model of text alone, or unknown."""
+    return WRAPPERS.get(architecture) or _WRAPPERS_WITHOUT_HEAD.get(architecture)
 
 
 def family_of(architecture: str) -> Family:

@@ -130,14 +130,15 @@ _WRAPPED: Final = (
     ("model.language_model.", _PREFIX),
     ("backbone.", _PREFIX),  # of Nemotron-H
 )
-_OTHER_NAMES: Final = {"model.embeddings.weight": "model.embed_tokens.weight"}  # likewise
+_OTHER_NAMES: Final = {f"{before}embeddings.weight": f"{before}{_EMBEDDING}" for before in ("", _PREFIX)}  # likewise
 
 
 def named_in_full(stored: Mapping[str, T]) -> dict[str, T]:
     """The same by the names that a model of text alone has with a head."""
-    if _EMBEDDING in stored:
-        return {name if name == HEAD else _PREFIX + name: value for name, value in stored.items()}
-    return {_text_name(name): value for name, value in stored.items()}
+    named = {_text_name(name): value for name, value in stored.items()}
+    if _EMBEDDING in named:
+        return {name if name == HEAD else _PREFIX + name: value for name, value in named.items()}
+    return named
 
 
 def _text_name(name: str) -> str:
@@ -150,7 +151,7 @@ def _text_name(name: str) -> str:
 
 def lacks_head(stored: Iterable[str]) -> bool:
     """The names are those of a model that was saved without its head."""
-    names = {*stored} & {_EMBEDDING, HEAD}
+    names = {*map(_text_name, stored)} & {_EMBEDDING, HEAD}
     return names == {_EMBEDDING}
 
 
