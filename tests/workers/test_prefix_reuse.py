@@ -15,6 +15,7 @@ from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, schedule
 from motet.workers.memory import prefix_cache
 from motet.workers.memory.paged_memory import PagedMemory
 from motet.workers.plan import INT32_BYTES, StepPlan
+from motet.workers.scheduling import prefix_reuse
 from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -22,6 +23,12 @@ from motet.workers.wire.messages import SequenceRequest
 from motet.workers.wire.page_keys import PageKey, first_link, next_keys, short_key, state_key
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of answers are kept every four pages, as there are so few."""
+    monkeypatch.setattr(prefix_reuse, "_ANSWER_PAGES", 4)
 
 
 def rig(
