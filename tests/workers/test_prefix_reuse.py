@@ -570,6 +570,21 @@ def test_who_gave_way_comes_back_by_copies() -> None:
     assert load.counters.num_computed_tokens < 20 + 16 + 2 * 19 + 8
 
 
+def test_who_gave_way_comes_back_by_copies_with_its_state() -> None:
+    num_again = []
+    for tiers in (None, TierSizes(host=100)):
+        s, worker = state_rig(24, tiers)
+        fill_to_the_last_page(s)
+        s.add(asking(0, PROMPT[:20], max_tokens=24), 0)
+        s.add(asking(1, PROMPT[4:20], max_tokens=24), 0)
+        run(s, worker)
+        counters = s.load().counters
+        assert counters.num_preemptions > 0
+        num_again.append(counters.num_recomputed_tokens)
+    assert counters.num_pages_in >= 3
+    assert num_again[1] <= num_again[0] - 12, "its prompt was computed again"
+
+
 def test_what_came_of_broken_weights_is_kept_in_no_tier() -> None:
     s, worker = rig(num_pages=30, budget=8, tiers=TierSizes(host=100))
     s.add(asking(0, PROMPT), 0)
