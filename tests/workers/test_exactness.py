@@ -17,6 +17,7 @@ from motet.kernels.native.build import COMPILERS
 from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.full_pool import fill_to_the_last_page
 from motet.tests.rigs.oracle import RECIPES, VARIANTS, VOCAB_SIZE, Answer, Oracle, write_adapters, write_model
+from motet.workers.execution import runner
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.scheduling import prefix_reuse
@@ -197,6 +198,7 @@ def test_kept_prefixes(bench: Bench, has_room: bool, tmp_path: Path, monkeypatch
     are kept with each page, where a step keeps so many.
     """
     monkeypatch.setattr(prefix_reuse, "_ANSWER_PAGES", 1)
+    monkeypatch.setattr(runner, "_MOST_COPIED", 3)
     num_before = NUM_TOKENS // 2
     later = tuple(
         Question(q.prompt + q.answer.token_ids[:num_before], q.adapter, _rest(q.answer, num_before))

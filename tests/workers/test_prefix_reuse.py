@@ -15,6 +15,7 @@ from motet.tests.rigs.scheduler_rig import Worker, asking, limits, run, schedule
 from motet.workers.memory import prefix_cache
 from motet.workers.memory.paged_memory import PagedMemory
 from motet.workers.plan import INT32_BYTES, StepPlan
+from motet.workers.scheduling import prefix_reuse
 from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is_worth_bringing
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -22,6 +23,12 @@ from motet.workers.wire.messages import SequenceRequest
 from motet.workers.wire.page_keys import PageKey, first_link, next_keys, short_key, state_key
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States of answers are kept every four pages, as there are so few."""
+    monkeypatch.setattr(prefix_reuse, "_ANSWER_PAGES", 4)
 
 
 def rig(
@@ -561,6 +568,21 @@ def test_who_gave_way_comes_back_by_copies() -> None:
     assert load.counters.num_preemptions > 0
     assert load.counters.num_pages_in > 0
     assert load.counters.num_computed_tokens < 20 + 16 + 2 * 19 + 8
+
+
+def test_who_gave_way_comes_back_by_copies_with_its_state() -> None:
+    num_again = []
+    for tiers in (None, TierSizes(host=100)):
+        s, worker = state_rig(24, tiers)
+        fill_to_the_last_page(s)
+        s.add(asking(0, PROMPT[:20], max_tokens=24), 0)
+        s.add(asking(1, PROMPT[4:20], max_tokens=24), 0)
+        run(s, worker)
+        counters = s.load().counters
+        assert counters.num_preemptions > 0
+        num_again.append(counters.num_recomputed_tokens)
+    assert counters.num_pages_in >= 3
+    assert num_again[1] <= num_again[0] - 12, "its prompt was computed again"
 
 
 def test_what_came_of_broken_weights_is_kept_in_no_tier() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from motet.workers.engine import Engine
 from motet.workers.engine_messages import GiveUpWaiting
 from motet.workers.fairness.prompt_budget import PromptBursts
 from motet.workers.plan import INT32_BYTES
+from motet.workers.scheduling import prefix_reuse
 from motet.workers.scheduling.growing_sequence import GrowingSequence, refusal
 from motet.workers.scheduling.page_reserve import PageReserve
 from motet.workers.scheduling.running_sequences import RunningSequences
@@ -57,6 +59,20 @@ def test_random_workload_ends_with_every_page_accounted_for(
 ) -> None:
     """No page that a sequence needs is given to others, and with a window no sequence holds more than that takes."""
     rng = random.Random(seed)
+    with patch.object(prefix_reuse, "_ANSWER_PAGES", 1 + seed % 3):  # answers are short
+        _run_a_random_workload(rng, seed, num_pages, budget, tiers, way, window, num_state_pages)
+
+
+def _run_a_random_workload(
+    rng: random.Random,
+    seed: int,
+    num_pages: int,
+    budget: int,
+    tiers: TierSizes,
+    way: str,
+    window: int | None,
+    num_state_pages: int,
+) -> None:
     if num_state_pages:  # no base has them beside windows
         num_pages, window = num_pages + num_state_pages, None
     of = limits(num_pages, budget, window=window, num_state_pages=num_state_pages)

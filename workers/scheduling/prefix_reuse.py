@@ -22,7 +22,7 @@ from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
 
 MOST_KEYS = 1024  # made in a step for sequences that arrive and wait, while others run
-_ANSWER_PAGES = 4  # of KV between snapshots of an answer, at least
+_ANSWER_PAGES = 8  # of KV between snapshots of an answer, at least
 _KEYS_OF_A_COPY = 128  # that could be made in the time in which those of a common prefix are found and copied
 # Memo of `num_held_by_others`: by the key of the first page, the number of pages that the last sequence with this page
 # found held, and the key of the last of them. Another sequence with the same key there need not check these again.
