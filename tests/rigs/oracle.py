@@ -49,6 +49,7 @@ from transformers import (
     GraniteMoeHybridConfig,
     HunYuanDenseV1Config,
     HunYuanMoEV1Config,
+    InternLM3Config,
     Lfm2Config,
     Llama4Config,
     Llama4TextConfig,
@@ -810,6 +811,16 @@ VARIANTS: Mapping[str, Variant] = {
         seed=101,
     ),
     "cohere_qk_norm": Variant(lambda: CohereConfig(**COHERE, tie_word_embeddings=True, use_qk_norm=True), seed=101),
+    "internlm3": Variant(
+        lambda: InternLM3Config(
+            **SHAPE,
+            head_dim=24,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters={"rope_type": "dynamic", "rope_theta": 50_000.0, "factor": 6.0},
+        ),
+        seed=101,
+    ),
 }
 
 WRAPPED_TEXT: dict[str, Any] = {

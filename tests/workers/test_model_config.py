@@ -827,6 +827,20 @@ def test_layers_of_one_half(tmp_path: Path, layers: dict[str, Any]) -> None:
     )
 
 
+def test_an_internlm3_as_published_and_as_saved(tmp_path: Path) -> None:
+    """Files of its own code have other names of biases; transformers saves it as a Llama of that `model_type`."""
+    base = write_model("internlm3", tmp_path / "base")
+    raw = json.loads((base / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLM"] and raw["attention_bias"] and raw["mlp_bias"]
+    published = {key: value for key, value in raw.items() if key not in ("attention_bias", "mlp_bias")}
+    published |= {"architectures": ["InternLM3ForCausalLM"], "qkv_bias": True, "bias": True}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert ModelConfig.from_folder(tmp_path) == ModelConfig.from_folder(base)
+    (tmp_path / "config.json").write_text(json.dumps(published | {"bias": False}))
+    with pytest.raises(ValueError, match="qkv_bias = True and bias = False: both or neither"):
+        ModelConfig.from_folder(tmp_path)
+
+
 def test_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
     """Its own `model_type`, which transformers takes for that of DeepSeek V3."""
     base = write_model("deepseek_v3", tmp_path / "base")

@@ -249,6 +249,11 @@ def _parse(raw: Mapping[str, Any], generation_eos: Any) -> ModelConfig:
     if latent is not None:
         num_kv_heads, head_dim = 1, latent.width
     attention_bias = values.get("attention_bias", values.get("use_bias", False))
+    if family.model_type == "internlm3" and values["mlp_bias"] != attention_bias:
+        raise ValueError(
+            f"qkv_bias = {attention_bias} and bias = {values['mlp_bias']}: both or neither are supported, as by "
+            "transformers"
+        )
     slides = sliding_layers(
         values, family.slides, extra_kinds=kinds_of_layers(family), last_is_full=family.last_is_full
     )
@@ -385,7 +390,10 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _family(raw: Mapping[str, Any]) -> Family:
-    family = family_of(_architecture(raw))
+    architecture = _architecture(raw)
+    if raw.get("model_type") == "internlm3" and architecture == "LlamaForCausalLM":  # as transformers saves it
+        architecture = "InternLM3ForCausalLM"
+    family = family_of(architecture)
     _check_model_type(raw, family.model_type)
     return family
 

@@ -158,7 +158,7 @@ def _renamed(raw: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
     numbers = raw.get("moe_topk") if "moe_topk" in family.defaults else None
     if isinstance(numbers, list) and numbers and numbers == numbers[:1] * raw["num_hidden_layers"]:
         raw = {**raw, "moe_topk": numbers[0]}  # of each layer; those that differ are refused
-    for old, new in _OLD_NAMES.items():
+    for old, new in {**_OLD_NAMES, **family.old_names}.items():
         if old not in raw or new not in family.defaults:
             continue
         if new in raw and raw[old] != raw[new]:

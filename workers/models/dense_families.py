@@ -73,6 +73,13 @@ OLMO2 = Family(
 
 DENSE_FAMILIES = {
     "LlamaForCausalLM": Family("llama", "llama", COMMON | BIASES),
+    "InternLM3ForCausalLM": Family(
+        "internlm3",
+        "internlm3",
+        COMMON | BIASES | {"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "head_dim": 128},
+        nullable=KV_HEADS | {"head_dim"},
+        old_names={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
     "MistralForCausalLM": Family(
         "mistral", "mistral", COMMON | {"num_key_value_heads": 8, "sliding_window": 4096}, slides=throughout
     ),

@@ -80,6 +80,7 @@ class Family:
     defaults: Mapping[str, Any]
     nullable: frozenset[str] = frozenset()
     computes: Mapping[str, Any] = field(default_factory=dict)
+    old_names: Mapping[str, str] = field(default_factory=dict)  # of keys, in files of another code
     qkv_bias: bool = False  # q, k and v have a bias even without `attention_bias`
     qk_norm: bool = False  # RMS norm over each head of q and k before the rotary embedding
     qk_norm_has_weights: bool = True  # without, only layers that rotate q and k have it
