@@ -783,7 +783,7 @@ VARIANTS: Mapping[str, Variant] = {
             n_group=3,
             topk_group=2,
         ),
-        seed=101,
+        seed=102,
     ),
     "ernie4_5_moe_bias": Variant(
         lambda: Ernie4_5_MoeConfig(
