@@ -13,7 +13,7 @@ from motet.tests.rigs.stand_in_gpu.tally import Tally, product_line
 from motet.tests.rigs.stand_in_gpu.timeline import Timeline
 from motet.tests.rigs.stand_in_gpu.watched_memory import WatchedMemory
 
-_CELL_BYTES = 256  # of memory that was registered, whose rows are not known
+_CELL_BYTES = 64  # of memory that was registered, whose rows are not known: no two pages share one
 
 
 class PinnedMemory:
