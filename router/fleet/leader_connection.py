@@ -374,6 +374,7 @@ class LeaderConnection:
     def _go_on(self, orphans: Iterable[str]) -> None:
         """Submits the sequences again that the leader has kept of a connection that broke."""
         for sequence in self._awaiting_reconnect.take(orphans):
+            sequence.is_resumed = False  # a client that comes back meanwhile, here or elsewhere, goes first
             digest = sequence.request.adapter.digest if sequence.request.adapter else None
             self._start(
                 sequence, RoutingRequest(digest, 0, 0, tenant=sequence.request.tenant, owner=sequence.request.owner)

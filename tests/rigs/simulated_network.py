@@ -193,7 +193,7 @@ class Connection:
 
     def notice_stall(self, router_s: float, leader_s: float) -> None:
         def unless_whole(end: Any) -> None:
-            if not self.link.whole.is_set():
+            if self.is_silent or not self.link.whole.is_set():  # what one side has given up stays over for the other
                 self.is_silent = True
                 end()
 

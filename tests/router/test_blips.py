@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
+from unittest import mock
 
 import grpc
 import pytest
 
+from motet.router.fleet.leader_connection import LeaderConnection
 from motet.tests.rigs.simulated_fleet import read, requested, simulated_fleet
 from motet.tests.rigs.simulated_gang import TOKEN
 from motet.tests.rigs.simulated_network import Connection
@@ -145,6 +148,39 @@ def test_a_first_request_that_arrives_last_takes_nothing_over() -> None:
             first.cancel()
             reading = asyncio.create_task(read(fast.submit(requested(3, 200, "r-3"), is_resumed=True), 3))
             await asyncio.sleep(1)
+            fleet.link(0, 0).mend()
+            assert await reading == 200
+
+    run_simulated(main())
+
+
+def test_a_router_that_goes_on_takes_nothing_from_who_came_back_since() -> None:
+    """Its connection broke for a moment, and its client went to another router, whose request was faster."""
+
+    async def main() -> None:
+        async with simulated_fleet(2) as fleet:
+            await fleet.add_gang()
+            await asyncio.sleep(1)
+            slow, fast = fleet.routers
+            first = slow.submit(requested(3, 200, "r-3"), is_resumed=True)
+            first_reading = asyncio.create_task(read(first, 3))
+            await asyncio.sleep(1)
+            fleet.link(0, 0).delay_s = 0.1
+            has_asked = asyncio.Event()
+            go_on = LeaderConnection._go_on
+
+            def note(connection: LeaderConnection, orphans: Iterable[str]) -> None:
+                go_on(connection, orphans)
+                has_asked.set()
+
+            with mock.patch.object(LeaderConnection, "_go_on", note):
+                fleet.link(0, 0).cut()
+                await has_asked.wait()
+            fleet.link(0, 0).stall()
+            first.cancel()
+            await first_reading
+            reading = asyncio.create_task(read(fast.submit(requested(3, 200, "r-3"), is_resumed=True), 3))
+            await asyncio.sleep(0.5)
             fleet.link(0, 0).mend()
             assert await reading == 200
 

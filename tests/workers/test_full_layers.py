@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.kernels.pages import copy_slabs
 from motet.tests.rigs.scheduler_rig import Worker, asking, run, scheduler
+from motet.workers.config import KVDtype
 from motet.workers.memory.page_arrays import PoolGeometry, kv_layers, make_pool
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.sharding import ModelSharding
 from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
@@ -216,3 +221,23 @@ def test_layers_find_their_kv_in_dense_pages() -> None:
         for layer in (5, 11):
             assert (layers[layer][entry] == 100 * number + layer).all()
         assert all(entry < len(kv) for kv in layers), "no kernel reads behind the pool"
+
+
+@pytest.mark.parametrize(("degree", "num_blocks"), [(1, 10), (2, 10), (8, 6)])
+@pytest.mark.parametrize("kv_dtype", ["dtype", "float8"])
+def test_page_tables_of_large_pools_fit_their_integers(
+    degree: int, num_blocks: int, kv_dtype: KVDtype, tmp_path: Path
+) -> None:
+    """Heads of Gemma 4 31B have other sizes in layers that see all: a slab that divides both is small."""
+    sizes = {"num_hidden_layers": 60, "hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32}
+    kv_heads = {"num_key_value_heads": 16, "num_global_key_value_heads": 4, "attention_k_eq_v": True}
+    published = transformers.Gemma4TextConfig(**sizes, **kv_heads, sliding_window=1024)
+    published.architectures = ["Gemma4ForCausalLM"]
+    published.save_pretrained(tmp_path)
+    config = ModelConfig.from_folder(tmp_path)
+    for block_size in (8, 16, 32):
+        window, layers = ModelSharding(config, degree).window_pages(block_size, kv_dtype)
+        assert window == 1024
+        assert layers is not None
+        assert layers.num_blocks >= num_blocks
+        assert (1 << 20) * layers.num_slabs < 1 << 31

@@ -317,10 +317,10 @@ class RoutedSequences:
     def _attach(self, stream: RouterStream, request: SequenceRequest) -> bool:
         """Goes on with the request's sequence if it is here already. The stream that had it so far gets "taken_over".
 
-        A sequence that a stream is reading is given only to a client that resumes it. A first request for such a
-        sequence arrived late: it is rejected as superseded.
+        A sequence that a stream is reading is given only to a client that resumes it. Another request for it, a
+        router's first one or one with which it goes on after a broken connection, arrived late: it is rejected.
         """
-        if not (request.is_resumed or request.has_begun) and self._journal.is_read(request):
+        if not request.is_resumed and self._journal.is_read(request):
             stream.send(SequenceUpdate(request.sequence_id, error=_TAKEN_OVER))
             return True
         attachment = self._journal.attach(request, stream.number, _now())

@@ -16,6 +16,7 @@ from .latent_config import LatentConfig
 from .recurrent_config import Range as Range
 from .recurrent_config import RecurrentPart
 
+_MAX_SLABS = 1024  # of a page; page tables count slabs of the whole pool in 32 bits
 _SLAB_ELEMENTS = 32  # a multiple: kernels read 16 bytes and more at a time, states are float32
 
 
@@ -157,12 +158,15 @@ class ModelSharding:
         if not windows or self.config.recurrent is not None:
             return None, None
         full = [layer for layer in self.config.kv_layers if self.config.sliding_windows[layer] is None]
-        num_full = sum(self.kv_slab(layer, block_size, kv_dtype, element_bytes) for layer in full)
+        if not full:
+            return max(windows), None
+        kv = sum(self.kv_slab(layer, block_size, kv_dtype, element_bytes) for layer in full)
         page = self.config.num_layers * self.slab(block_size, kv_dtype, element_bytes)
-        if num_full * 2 > page:  # a dense page would hold one block
-            return None, None
-        slab = math.gcd(num_full, page)
-        return max(windows), FullLayers(num_full // slab, page // slab) if full else None
+        num_units = page // math.gcd(page, _SLAB_ELEMENTS)
+        divisors = [count for count in range(1, _MAX_SLABS + 1) if num_units % count == 0]
+        layers = [FullLayers(-(-kv * count // page), count) for count in divisors]
+        densest = max(layers, key=lambda each: (each.num_blocks, -each.num_full / each.num_slabs))
+        return (max(windows), densest) if densest.num_blocks > 1 else (None, None)
 
     @property
     def spreads_kv(self) -> bool:
