@@ -77,15 +77,11 @@ class UploadProcesses:
 
 
 class CheckedUpload:
-    """`module_ranks`, `base`: as in `AdapterVersion`. `num_bytes`: of its tensors. `left_out`: see `AdapterContent`."""
+    """`module_ranks`, `base`: as in `AdapterVersion`. `num_bytes`: of its tensors. The others: see `AdapterContent`."""
 
     def __init__(self, process: ChildProcess, cpu_s: float, facts: UploadFacts) -> None:
-        self.digest, self.num_bytes, self.base, self.left_out = (
-            facts.digest,
-            facts.num_bytes,
-            facts.base,
-            facts.left_out,
-        )
+        self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
+        self.left_out, self.unknown_field, self.warnings = facts.left_out, facts.unknown_field, facts.warnings
         self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True
@@ -106,10 +102,10 @@ class CheckedUpload:
                 await self._process.ask([FORGET], lambda frames: None)
 
 
-def refuse_left_out(upload: CheckedUpload) -> None:
-    """Raises AdapterInvalid if not all of it is served."""
-    if upload.left_out:
-        raise AdapterInvalid(upload.left_out)
+def refuse_doubtful(upload: CheckedUpload) -> None:
+    """Raises AdapterInvalid if not all of it is served, or its config has a field that nobody knows."""
+    if problem := upload.left_out or upload.unknown_field:
+        raise AdapterInvalid(problem)
 
 
 async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> UploadFacts:
@@ -188,7 +184,7 @@ class UploadService:
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
         take_room: Callable[[int], None] = lambda num_bytes: None,
-        check: Callable[[CheckedUpload], None] = refuse_left_out,
+        check: Callable[[CheckedUpload], None] = refuse_doubtful,
     ) -> tuple[AdapterVersion, bool]:
         """The version with this content, and whether this upload made it: the same content does not.
 

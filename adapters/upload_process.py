@@ -58,7 +58,10 @@ class UploadFacts(msgspec.Struct, frozen=True, tag=True):
     module_ranks: dict[str, int]
     num_bytes: int
     base: str = ""  # that the config names; not of what was stored
-    left_out: str = ""  # why the file computes otherwise; not of what was stored
+    # As in `AdapterContent`; not of what was stored.
+    left_out: str = ""
+    unknown_field: str = ""
+    warnings: tuple[str, ...] = ()
 
 
 class UploadRefused(msgspec.Struct, frozen=True, tag=True):
@@ -114,7 +117,13 @@ class Workbench:
                 )
 
         content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks)
-        facts = structs.replace(_facts_of(content), base=named_base(config), left_out=content.left_out)
+        facts = structs.replace(
+            _facts_of(content),
+            base=named_base(config),
+            left_out=content.left_out,
+            unknown_field=content.unknown_field,
+            warnings=content.warnings,
+        )
         self._upload = content, check
         return facts
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 AdapterBase = Literal["any", "warn", "match"]
 VisionLora = Literal["refuse", "leave-out"]
+UnknownAdapterFields = Literal["refuse", "warn"]
 TextsWithControlTokens = Literal["prompts", "everywhere", "nowhere"]
 
 
@@ -22,6 +23,7 @@ class RouterConfig:
     spool_path: Path  # uploads lie here while they arrive; made if absent; the store's file system is the best one
     adapter_base: AdapterBase  # whether adapters may name another base: so, with a warning, or not
     vision_lora: VisionLora  # of what reads pictures, in adapters of a base whose text model is served: see settings
+    unknown_adapter_fields: UnknownAdapterFields  # that PEFT does not have: see settings
     base_aliases: str  # more names of the base, with commas between them
     max_upload_bytes: int  # of adapter_model.safetensors
     max_body_bytes: int | None  # of a JSON request; None: what the context can hold (bodies/request_decoder.py)

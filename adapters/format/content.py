@@ -27,11 +27,14 @@ class AdapterContent:
 
     `num_experts`: of each layer of the base. 0: it has none, or the adapter was stored when all experts were packed at
     one rank, and stays packed so. `left_out`: why the uploaded file computes otherwise than this; empty: it does not.
+    `unknown_field`: which field of the config nobody knows, that may say so; empty: there is none.
     """
 
     matrices: Mapping[tuple[int, str], LoraMatrices]
     num_experts: int = 0
     left_out: str = ""
+    unknown_field: str = ""
+    warnings: tuple[str, ...] = ()
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:

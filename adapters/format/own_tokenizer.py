@@ -17,6 +17,7 @@ from .strict_json import parse_object
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 _ADDED_FILE, FAST_FILE, _CONFIG_FILE = "added_tokens.json", "tokenizer.json", "tokenizer_config.json"
+_TEMPLATES_FOLDER: Final = "additional_chat_templates"
 TOKENIZER_FILES: Final = (
     _ADDED_FILE,
     TEMPLATE_FILE,
@@ -48,8 +49,8 @@ def template_digest(template: str) -> str:
 
 
 def tokenizer_files(folder: Path) -> list[str]:
-    """Names of the files of a tokenizer in an adapter's folder."""
-    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    """Names of the files of a tokenizer in an adapter's folder, and of its folder of more templates."""
+    return [name for name in (*TOKENIZER_FILES, _TEMPLATES_FOLDER) if (folder / name).exists()]
 
 
 def read_own_tokenizer(folder: Path) -> OwnTokenizer:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..adapter import EXPERT_MODULES, MAX_RANK, OUTER, OUTER_MODULES, PATHS
@@ -36,6 +36,7 @@ COMPUTED = frozenset(
 HARMLESS: Mapping[str, str] = {
     "auto_mapping": "which Python class the base had",
     "base_model_name_or_path": "where the base was: names.py compares it; shapes decide what fits",
+    "bias": "which biases were trained: their tensors are refused, and a base without biases has none",
     "corda_config": "read where init_lora_weights is corda, which is refused; a converted adapter keeps it",
     "ensure_weight_tying": "for embeddings and the output layer, which are refused as targets",
     "eva_config": "how A was drawn before training; ranks that it chose are in rank_pattern",
@@ -49,7 +50,7 @@ HARMLESS: Mapping[str, str] = {
     "revision": "which revision of the base it was",
     "runtime_config": "where PEFT computes",
     "task_type": "which head the base had; heads that were trained are in modules_to_save, which is refused",
-    "velora_config": "how gradients were kept in training; the forward pass is plain LoRA's",
+    "velora_config": "how gradients were kept in training; the forward pass reads none of its tensors",
 }
 PLAIN_INITIALISATIONS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # those that do not change the base
 _CONVERT = (
@@ -81,7 +82,6 @@ _EMPTY_IS_UNSET: tuple[Any, ...] = (None, False, [], {})
 REFUSED: Mapping[str, Refused] = {
     "alora_invocation_tokens": Refused("activated LoRA (aLoRA)", unset=_EMPTY_IS_UNSET),
     "arrow_config": Refused("Arrow routing"),
-    "bias": Refused("trained biases", "train with bias='none'", unset=("none", None)),
     "fan_in_fan_out": Refused("transposed weights", "set it to false for bases of linear layers"),
     "kasa_config": Refused("KaSA, which changes the base's weights"),
     "layer_replication": Refused("layer replication", unset=_EMPTY_IS_UNSET),
@@ -96,11 +96,16 @@ REFUSED: Mapping[str, Refused] = {
 }
 
 
-def refuse_fields(config: Mapping[str, Any]) -> None:
-    """Raises AdapterInvalid, which names the field, unless the config is one of plain LoRA.
+@dataclass(frozen=True)
+class UnknownFields:
+    """What a config says in fields that are in none of the tables above."""
 
-    A field that is in none of the tables above is accepted if it is null or false.
-    """
+    problem: str = ""  # why the adapter may compute otherwise, with the field; empty: none says anything
+    warnings: tuple[str, ...] = ()  # of fields that hold a text, such as a note of its trainer
+
+
+def refuse_fields(config: Mapping[str, Any]) -> UnknownFields:
+    """Raises AdapterInvalid, which names the field, for one that would change what plain LoRA computes."""
     kind = config.get("peft_type")
     if kind != "LORA":
         raise AdapterInvalid(f"peft_type is {quote(kind)}: only LORA is accepted")
@@ -108,12 +113,17 @@ def refuse_fields(config: Mapping[str, Any]) -> None:
         refused = REFUSED.get(key)
         if refused is not None and not _is_one_of(value, refused.unset):
             raise AdapterInvalid(f"{key} = {quote(value)} is not supported ({refused.feature}): {refused.remedy}")
-        is_known = (
-            refused is not None or key in COMPUTED or key in HARMLESS or key in ("peft_type", "init_lora_weights")
-        )
-        if not is_known and value is not None and value is not False:
-            raise AdapterInvalid(f"{quote(key)} = {quote(value)} is an unknown field: remove it if it changes nothing")
     _refuse_initialisation(config.get("init_lora_weights", True))
+    fields_of_peft = {*REFUSED, *COMPUTED, *HARMLESS, "peft_type", "init_lora_weights"}
+    # What is empty, or zero, turns nothing on.
+    unknown = {key: value for key, value in config.items() if key not in fields_of_peft and value}
+    texts = [key for key, value in unknown.items() if isinstance(value, str)]
+    settings = [f"{quote(key)} = {quote(value)}" for key, value in unknown.items() if key not in texts]
+    warnings = [f"{quote(key)} = {quote(unknown[key])} is no field of PEFT: it is taken for a note" for key in texts]
+    problem = ""
+    if settings:
+        problem = f"{CONFIG_FILE} has {settings[0]}, which is no field of PEFT: remove it if it changes nothing"
+    return UnknownFields(problem, tuple(warnings))
 
 
 def _refuse_initialisation(value: Any) -> None:
@@ -140,27 +150,28 @@ TENSORS_FILE = "adapter_model.safetensors"
 MODULE_PATHS = {**PATHS, "qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
 _MODULES_BY_PATH = {path: module for module, path in MODULE_PATHS.items() if module not in EXPERT_MODULES}
 
-# What stands before "layers." in names of modules of a base of text alone, and of one that takes pictures too: as
-# transformers names its modules now, before version 4.52, and where it was loaded without its head.
+# What stands before "layers." in names of modules: as transformers names those of a base that takes pictures too, now
+# and before version 4.52, and those of text alone; nothing where a base was loaded without its head.
 TEXT_PREFIX = "model."
-WRAPPED_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", TEXT_PREFIX)
+PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", TEXT_PREFIX, "")
+BEGINNING = rf"base_model\.model\.(?P<prefix>{'|'.join(map(re.escape, PREFIXES))})"
+ENDING = r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
+LAYER = r"layers\.(?P<layer>0|[1-9][0-9]{0,5})\."
 _VISION_NAME = re.compile(
     r"base_model\.model\.(?:model\.)?"
     r"(?:vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
 )
-_TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)"
-    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"  # an adapter's name may stand before .weight
-)
-_OUTER_TENSOR_NAME = re.compile(
-    rf"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?(?P<module>{'|'.join(OUTER_MODULES)})"
-    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
-)
+_TENSOR_NAME = re.compile(BEGINNING + LAYER + r"(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)" + ENDING)
+_OUTER_TENSOR_NAME = re.compile(rf"{BEGINNING}(?P<module>{'|'.join(OUTER_MODULES)}){ENDING}")
 _EXPERT_TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)?layers\.(?P<layer>0|[1-9][0-9]{0,5})\.(?:mlp|block_sparse_moe|mixer)"
-    r"\.experts\.(?P<expert>0|[1-9][0-9]{0,5})\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3)"
-    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
+    rf"{BEGINNING}{LAYER}(?:mlp|block_sparse_moe|mixer)\.experts\.(?P<expert>0|[1-9][0-9]{{0,5}})"
+    rf"\.(?P<name>gate_proj|up_proj|down_proj|w1|w2|w3){ENDING}"
 )
+# Parts of a module's name that torch leaves where it wraps a module (compiled, in several processes, sharded,
+# recomputed).
+_WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_MODULE = re.compile(rf"{BEGINNING}(?:layers|{'|'.join(OUTER_MODULES)})\.")
+_OF_TRAINING = re.compile(r"\.lora_velora_embed(?:\.[^.]+)?$")  # tensors that the forward pass does not read
 _EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names -> those of EXPERT_MODULES
 _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes such tensors
     ("lora_magnitude_vector", "DoRA (use_dora)"),
@@ -190,6 +201,7 @@ class LoraConfig:
     layers_pattern: tuple[str, ...]  # empty: any
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    unknown: UnknownFields = field(default_factory=UnknownFields)
 
     def scaling(self, rank: int, alpha: float) -> float:
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
@@ -198,7 +210,7 @@ class LoraConfig:
 def parse_config(data: bytes) -> LoraConfig:
     """The config in `data`. Raises AdapterInvalid, which names the key, for everything but plain LoRA."""
     config = parse_object(data, CONFIG_FILE)
-    refuse_fields(config)
+    unknown = refuse_fields(config)
     layers = config.get("layers_to_transform")
     return LoraConfig(
         r=_rank(config.get("r"), "r"),
@@ -215,6 +227,7 @@ def parse_config(data: bytes) -> LoraConfig:
         alpha_pattern={
             key: _alpha(alpha, f"alpha_pattern[{quote(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
         },
+        unknown=unknown,
     )
 
 
@@ -256,14 +269,37 @@ def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) 
     return int(match["layer"]), modules[match["path"]], match["letter"]
 
 
-def module_prefix(names: Collection[str], is_wrapped: bool) -> str:
-    """What stands before "layers.", or a module of OUTER_MODULES, in the names of an adapter's tensors."""
-    if is_wrapped:
-        for prefix in WRAPPED_PREFIXES:
-            beginnings = tuple(f"base_model.model.{prefix}{part}" for part in ("layers.", *OUTER_MODULES))
-            if any(name.startswith(beginnings) for name in names):
-                return prefix
-    return TEXT_PREFIX
+def unwrapped(name: str) -> str:
+    """The tensor's name without what torch's wrappers leave in it.
+
+    >>> unwrapped("base_model.model._orig_mod.model.layers.0.self_attn.q_proj.lora_A.weight")
+    'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def is_of_training(name: str) -> bool:
+    """No forward pass reads the tensor."""
+    return _OF_TRAINING.search(name) is not None
+
+
+def module_prefix(names: Iterable[str]) -> str:
+    """What stands before "layers." or a module of OUTER_MODULES in the names of an adapter's tensors.
+
+    That is how its patterns name modules, too. Raises AdapterInvalid if there are two of them.
+    """
+    examples: dict[str, str] = {}
+    for name in names:
+        match = _MODULE.match(name)
+        if match is not None:
+            examples.setdefault(match["prefix"], name)
+    if len(examples) > 1:
+        first, second, *_ = examples.values()
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} names modules in two ways, {quote(first, 160)} and {quote(second, 160)}: one file has "
+            "one, as PEFT saves it"
+        )
+    return next(iter(examples), TEXT_PREFIX)
 
 
 def is_of_vision(name: str) -> bool:

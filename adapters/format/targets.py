@@ -209,7 +209,7 @@ def _children_s() -> float:
 
 
 _ALL_LINEAR = "all-linear"
-# Modules of one base or another. Lists for all of them name some in vain, of which PEFT says nothing.
+# Modules of one base or another. Lists for all of them name some in vain, of which nothing is said.
 _OF_SOME_BASE = frozenset(path.rpartition(".")[2] for path in MODULE_PATHS.values())
 
 
@@ -219,6 +219,18 @@ class Target:
 
     rank: int
     scaling: float
+
+
+def module_keys(shape: BaseShape, prefix: str) -> dict[str, tuple[int, str]]:
+    """(layer, module) of all that adapters of the base may have, by the name that a pattern of PEFT's matches."""
+    keys = {
+        f"{prefix}layers.{layer}.{shape.path(module)}": (layer, module)
+        for layer in range(shape.num_layers)
+        for entry in shape.names
+        for module in shape.members(entry)
+        if entry not in OUTER_MODULES and shape.sides(layer, module) is not None
+    }
+    return keys | {f"{prefix}{module}": (OUTER, module) for module in shape.names if module in OUTER_MODULES}
 
 
 def resolve_targets(
@@ -232,16 +244,9 @@ def resolve_targets(
     time = time or PatternTime()
     if config.target_parameters and not config.target_modules:
         return {}
-    keys = {
-        f"{prefix}layers.{layer}.{shape.path(module)}": (layer, module)
-        for layer in range(shape.num_layers)
-        for entry in shape.names
-        for module in shape.members(entry)
-        if entry not in OUTER_MODULES and shape.sides(layer, module) is not None
-    }
-    keys |= {f"{prefix}{module}": (OUTER, module) for module in shape.names if module in OUTER_MODULES}
-    outer_modules = (f"{prefix}embed_tokens", "lm_head")  # PEFT could target them; motet cannot
-    _check_against_base(config, shape, [*keys, *outer_modules])
+    keys = module_keys(shape, prefix)
+    outer_modules = _outer_modules(prefix)
+    _check_against_base(config, shape)
     is_all = isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR
     targeted = _targeted(config, [*keys] if is_all else [*keys, *outer_modules], time)
     for other in outer_modules:
@@ -251,9 +256,10 @@ def resolve_targets(
                 f"is not supported, {', '.join(shape.target_names)} are"
             )
     if not targeted and not config.target_parameters:
-        accepted = ", ".join(shape.target_names)
+        names = config.target_modules
         raise AdapterInvalid(
-            f"target_modules = {quote(config.target_modules)} matches no module of the base: {accepted}"
+            f"target_modules = {quote(names) if isinstance(names, str) else listed([*names])} matches no module of the "
+            f"base: {', '.join(shape.target_names)}{_list_that_was_meant(names)}"
         )
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
@@ -264,7 +270,27 @@ def resolve_targets(
     return targets
 
 
-def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[str]) -> None:
+def unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> list[str]:
+    """The names in a list of `target_modules` of which the base has no module. As in PEFT nothing is trained there."""
+    if isinstance(config.target_modules, str):
+        return []
+    names = frozenset(config.target_modules)
+    return sorted(names - _OF_SOME_BASE - names_found([*module_keys(shape, prefix), *_outer_modules(prefix)], names))
+
+
+def _outer_modules(prefix: str) -> tuple[str, str]:
+    """What PEFT could target, and motet cannot."""
+    return f"{prefix}embed_tokens", "lm_head"
+
+
+def _list_that_was_meant(names: str | Sequence[str]) -> str:
+    if not isinstance(names, str) or "," not in names:
+        return ""
+    meant = json.dumps([name.strip() for name in names.split(",") if name.strip()])
+    return f". A string is one regular expression: if a list was meant, write {meant}"
+
+
+def _check_against_base(config: LoraConfig, shape: BaseShape) -> None:
     if not config.target_modules:
         raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.target_names)}")
     for layer in config.layers_to_transform:
@@ -272,18 +298,8 @@ def _check_against_base(config: LoraConfig, shape: BaseShape, keys: Collection[s
             raise AdapterInvalid(
                 f"layers_to_transform names layer {layer}: the base has layers 0 to {shape.num_layers - 1}"
             )
-    if isinstance(config.target_modules, str):
-        if config.layers_to_transform:
-            raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
-        return
-    valid_names = names_found(keys, frozenset(config.target_modules))
-    valid_names |= _OF_SOME_BASE
-    for target in config.target_modules:
-        if target not in valid_names and not shape.is_wrapped:  # else it may be one of vision
-            raise AdapterInvalid(
-                f"target_modules names {quote(target)}, which adapters of this base cannot have: "
-                f"{', '.join(shape.target_names)} are accepted"
-            )
+    if isinstance(config.target_modules, str) and config.layers_to_transform:
+        raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
 
 
 def _targeted(config: LoraConfig, keys: Sequence[str], time: PatternTime) -> list[str]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -25,9 +26,18 @@ Tensor = NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_DTYPES_TO_READ = {**DTYPES, "F64": np.dtype(np.float64)}  # which becomes float32
 _INFINITIES = {np.dtype(np.float16): 0x7C00, BFLOAT16: 0x7F80}  # as bits; NaNs are above them, all else below
 MAX_HEADER_BYTES = 32 << 20
 MAX_DIMENSIONS = 8
+_OTHER_FORMATS = {  # by their first bytes
+    b"version ": "a pointer of Git LFS to one: fetch the file itself with `git lfs pull`",
+    b"PK\x03\x04": "one of torch.save (pickle), which is never read: save it with safe_serialization=True",
+    b"\x80\x02": "a pickle, which is never read: save it with safe_serialization=True",
+    b"\x80\x04": "a pickle, which is never read: save it with safe_serialization=True",
+    b"<!DOCTYP": "a web page: download the file itself",
+    b"\x1f\x8b": "a gzip archive: send the file in it",
+}
 _FINITE_ELEMENTS = 1 << 20  # checked at once, so that a large tensor needs little memory
 
 
@@ -44,17 +54,32 @@ class TensorEntry:
 class TensorFile:
     """A file whose header holds: known dtypes, shapes that fit their bytes, no gaps, no overlaps, nothing left over.
 
-    Tensors are views of the file's bytes, not to be written, and keep them. Raises AdapterInvalid, naming `label`.
+    Tensors are views of the file's bytes, not to be written, and keep them; but of float64 they are copies in float32.
+    Raises AdapterInvalid, naming `label`.
     """
 
-    def __init__(self, path: Path, label: str, mapped: bool = True, max_header_bytes: int = MAX_HEADER_BYTES) -> None:
-        """`mapped`: else the file is read at once, so a failing disk raises OSError and does not end the process."""
+    def __init__(
+        self,
+        path: Path,
+        label: str,
+        mapped: bool = True,
+        max_header_bytes: int = MAX_HEADER_BYTES,
+        name_of: Callable[[str], str] = str,
+    ) -> None:
+        """`mapped`: else the file is read at once, so a failing disk raises OSError and does not end the process.
+
+        `name_of`: what a tensor is called here, by its name in the file.
+        """
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
             header_bytes = _header_length(file.read(8), num_bytes, label, max_header_bytes)
             header = parse_object(file.read(header_bytes), f"the header of {label}")
             self._start = 8 + header_bytes
-            self.entries: Mapping[str, TensorEntry] = _entries(header, num_bytes - self._start, label)
+            entries = _entries(header, num_bytes - self._start, label)
+            self.entries: Mapping[str, TensorEntry] = {name_of(name): entry for name, entry in entries.items()}
+            if len(self.entries) < len(entries):
+                (name, _), *_ = Counter(map(name_of, entries)).most_common(1)
+                raise AdapterInvalid(f"{label} has {quote(name, 160)} under two names: each tensor may be there once")
             if mapped:
                 self._bytes: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             else:
@@ -69,7 +94,11 @@ class TensorFile:
         raw = np.frombuffer(self._bytes, np.uint8, count=entry.end - entry.start, offset=offset)
         if offset % entry.dtype.itemsize:  # the format does not promise alignment
             raw = raw.copy()
-        return raw.view(entry.dtype).reshape(entry.shape)
+        tensor = raw.view(entry.dtype).reshape(entry.shape)
+        if entry.dtype in DTYPE_NAMES:
+            return tensor
+        with np.errstate(over="ignore"):  # what is too large becomes infinity, which callers look for
+            return tensor.astype(np.float32)
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
@@ -109,6 +138,9 @@ def _part_is_finite(part: Tensor) -> bool:
 def _header_length(prefix: bytes, num_bytes: int, label: str, max_bytes: int) -> int:
     if len(prefix) < 8:
         raise AdapterInvalid(f"{label} is truncated: {num_bytes} bytes are not a safetensors file")
+    for beginning, name in _OTHER_FORMATS.items():
+        if prefix.startswith(beginning):
+            raise AdapterInvalid(f"{label} is not a safetensors file but {name}")
     length = int.from_bytes(prefix, "little")
     if length > max_bytes:
         raise AdapterInvalid(
@@ -139,9 +171,9 @@ def _entry(name: str, facts: Any, label: str) -> TensorEntry:
     where = f"{label}: {quote(name, 160)}"
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
         raise AdapterInvalid(f"{where} is described by {quote(facts)}: dtype, shape and data_offsets are needed")
-    dtype = DTYPES.get(facts["dtype"]) if isinstance(facts["dtype"], str) else None
+    dtype = _DTYPES_TO_READ.get(facts["dtype"]) if isinstance(facts["dtype"], str) else None
     if dtype is None:
-        raise AdapterInvalid(f"{where} has dtype {quote(facts['dtype'])}: {', '.join(DTYPES)} are accepted")
+        raise AdapterInvalid(f"{where} has dtype {quote(facts['dtype'])}: {', '.join(_DTYPES_TO_READ)} are accepted")
     shape, offsets = facts["shape"], facts["data_offsets"]
     if not _are_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise AdapterInvalid(f"{where} has shape {quote(shape)}: a list of sizes is needed")

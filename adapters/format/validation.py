@@ -20,16 +20,21 @@ from ..adapter import (
 from ..errors import AdapterInvalid, listed, quote
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .peft import (
+    BEGINNING,
+    ENDING,
+    LAYER,
     TENSORS_FILE,
     TEXT_PREFIX,
     LoraConfig,
     foreign_feature,
+    is_of_training,
     is_of_vision,
     module_prefix,
     parse_config,
     parse_tensor_name,
+    unwrapped,
 )
-from .targets import PatternTime, Target, by_pattern, named_in, names_found, resolve_targets
+from .targets import PatternTime, Target, by_pattern, module_keys, named_in, names_found, resolve_targets, unmatched
 from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 
 # LoRA of a layer's experts as PEFT saves it with transformers 5, where all experts of a layer are one parameter.
@@ -43,9 +48,7 @@ from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 
 _ROUTER_OF_PEFT = "gate.weight"  # that it writes for "all-linear", also where the router has another name (Hunyuan)
 _TENSOR_NAME = re.compile(
-    r"base_model\.model\.(?:model\.language_model\.|language_model\.model\.|language_model\.|model\.)layers\.(?P<layer>0|[1-9][0-9]{0,5})"
-    r"\.(?:(?:mlp|feed_forward|block_sparse_moe|mixer)\.)?experts(?P<inner>\.base_layer)?"
-    r"\.lora_(?P<letter>[AB])(?:\.[^.]+)?\.weight"
+    rf"{BEGINNING}{LAYER}(?:(?:mlp|feed_forward|block_sparse_moe|mixer)\.)?experts(?P<inner>\.base_layer)?{ENDING}"
 )
 
 
@@ -79,30 +82,20 @@ def resolve_parameters(
 ) -> dict[tuple[int, str], Target]:
     """Rank and scaling of each (layer, parameter) that `target_parameters` names, by PEFT's own rules.
 
-    A router's weight is the parameter ROUTER, whose matrices are those of a module.
+    The weight of a linear, such as that of a router, is the module's name, whose matrices are as those of LoRA on it.
 
-    These are: a whole name or a dotted suffix matches, and neither layers nor exclusions are checked. Raises
-    AdapterInvalid for a name of anything else than fused experts and routers of this base. `prefix`: as for
-    `resolve_targets`.
+    The rules are: a whole name or a dotted suffix matches, and neither layers nor exclusions are checked. Raises
+    AdapterInvalid if no name matches anything. `prefix`: as for `resolve_targets`.
     """
     time = time or PatternTime()
     if not config.target_parameters:
         return {}
-    layers = () if shape.experts is None else shape.experts.layers
-    keys = {
-        f"{prefix}layers.{layer}.{shape.experts.parameters}.{name}": (layer, name)
-        for layer in layers
-        if shape.experts is not None
-        for name in shape.experts.fused
-    }
-    keys |= {f"{prefix}layers.{layer}.{shape.path(ROUTER)}.weight": (layer, ROUTER) for layer in layers}
-    valid_names = names_found(keys, frozenset(config.target_parameters))
-    if shape.experts is not None:
-        valid_names |= {_ROUTER_OF_PEFT}
-    for target in config.target_parameters:
-        if target not in valid_names:
-            raise AdapterInvalid(f"target_parameters names {quote(target)}: {_accepted(shape)}")
+    keys = _parameter_keys(shape, prefix)
     targeted = named_in(keys, frozenset(config.target_parameters))
+    if not targeted and not config.target_modules:
+        raise AdapterInvalid(
+            f"target_parameters = {listed([*config.target_parameters])} matches nothing: {_accepted(shape)}"
+        )
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     targets = {}
@@ -110,6 +103,29 @@ def resolve_parameters(
         rank = int(ranks.get(key, config.r))
         targets[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
     return targets
+
+
+def _parameter_keys(shape: BaseShape, prefix: str) -> dict[str, tuple[int, str]]:
+    """(layer, parameter) of all that `target_parameters` may name, by the name that it matches."""
+    keys = {f"{key}.weight": module for key, module in module_keys(shape, prefix).items()}
+    if shape.experts is not None:
+        keys |= {
+            f"{prefix}layers.{layer}.{shape.experts.parameters}.{name}": (layer, name)
+            for layer in shape.experts.layers
+            for name in shape.experts.fused
+        }
+    return keys
+
+
+def _unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> tuple[str, ...]:
+    """Says which names in the config's lists are of nothing that the base has: nothing is trained there, as in PEFT."""
+    names = frozenset(config.target_parameters) - {_ROUTER_OF_PEFT}
+    parameters = sorted(names - names_found(_parameter_keys(shape, prefix), names))
+    return tuple(
+        f"{field} names {listed(names)}, which this base does not have: nothing is trained there"
+        for field, names in (("target_modules", unmatched(config, shape, prefix)), ("target_parameters", parameters))
+        if names
+    )
 
 
 def match_fused_names(
@@ -195,10 +211,11 @@ def _sides(parameter: str, shape: BaseShape) -> tuple[int, int]:
 
 
 def _accepted(shape: BaseShape) -> str:
+    linears = f"weights of linears such as {shape.path(shape.names[0])}.weight"
     if shape.experts is None:
-        return "this base has no experts; name modules in target_modules"
-    accepted = ", ".join(f"{shape.experts.parameters}.{name}" for name in shape.experts.fused)
-    return f"{accepted} and {shape.path(ROUTER)}.weight are accepted; name other modules in target_modules"
+        return f"{linears} are accepted"
+    of_experts = ", ".join(f"{shape.experts.parameters}.{name}" for name in shape.experts.fused)
+    return f"{of_experts}, {shape.path(ROUTER)}.weight and {linears} are accepted"
 
 
 _HEADER_BYTES_PER_TENSOR = 512  # PEFT's take about 200, with the longest names
@@ -221,14 +238,16 @@ def validate(
     """
     parsed = parse_config(config)
     time = PatternTime()
-    file = TensorFile(tensors, TENSORS_FILE, max_header_bytes=max_header_bytes(shape))
-    prefix = module_prefix(file.entries, shape.is_wrapped)
-    targets = resolve_targets(parsed, _as_trained(shape, file.entries), time, prefix)
+    file = TensorFile(tensors, TENSORS_FILE, max_header_bytes=max_header_bytes(shape), name_of=unwrapped)
+    prefix = module_prefix(file.entries)
+    trained = _as_trained(shape, file.entries)
+    targets = resolve_targets(parsed, trained, time, prefix)
     parameters = resolve_parameters(parsed, shape, time, prefix)
     _check_disjoint(targets, parameters, shape)
-    targets |= {key: parameters.pop(key) for key in [*parameters] if key[1] == ROUTER}
+    fused = {} if shape.experts is None else shape.experts.fused
+    targets |= {key: parameters.pop(key) for key in [*parameters] if key[1] not in fused}
     of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
-    of_text = [name for name in file.entries if name not in of_vision]
+    of_text = [name for name in file.entries if name not in of_vision and not is_of_training(name)]
     fused_names = match_fused_names(
         [name for name in of_text if parse_fused_name(name) is not None], parameters, shape, prefix
     )
@@ -256,7 +275,10 @@ def validate(
         matrices |= split_experts(
             layer, name, found_fused[layer, name, "A"], found_fused[layer, name, "B"], target, shape
         )
-    return AdapterContent(matrices, num_experts, left_out)
+    # Of a base that takes pictures too they may be of vision.
+    warnings = () if shape.is_wrapped else _unmatched(parsed, trained, prefix)
+    warnings += parsed.unknown.warnings
+    return AdapterContent(matrices, num_experts, left_out, parsed.unknown.problem, warnings)
 
 
 def _by_layer(
@@ -314,6 +336,12 @@ def _check_disjoint(
         for layer, name in parameters
         for projection in by_parameter.get(name, ())
     }
+    if doubled := sorted(targets.keys() & parameters.keys()):
+        layer, module = doubled[0]
+        raise AdapterInvalid(
+            f"target_modules and target_parameters both name {shape.path(module)} of layer {layer}: name it in one "
+            "of the two, as PEFT does"
+        )
     for layer, module in targets:
         if (layer, family_of_module(module)) in fused:
             raise AdapterInvalid(

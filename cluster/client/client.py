@@ -22,6 +22,7 @@ import httpx
 import msgspec
 
 from ...adapters.errors import AdapterInvalid
+from ...adapters.format.folder import folders_with_adapter, missing
 from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer, read_own_tokenizer
 from ...adapters.names import PRIVATE, check_name
 
@@ -163,13 +164,9 @@ class MotetClient:
         _check_name(name)
         config_path, tensors_path = (folder / file for file in ADAPTER_FILES)
         for path in (config_path, tensors_path):
-            if path is tensors_path and not path.is_file() and (folder / "adapter_model.bin").is_file():
-                raise ClientError(
-                    f"{folder} holds adapter_model.bin and no {path.name}: pickle is never read; save the adapter with "
-                    "save_pretrained(..., safe_serialization=True)"
-                )
             if not path.is_file():
-                raise ClientError(f"{path} is missing: an adapter folder holds {' and '.join(ADAPTER_FILES)}")
+                names = [entry.name for entry in folder.iterdir()]
+                raise ClientError(f"{folder}: {missing(path.name, names, folders_with_adapter(folder))}")
         data = {"name": name, **({"note": note} if note else {})}
         data |= {} if activate else {"activate": "false"}
         data |= {"private": "true"} if is_private else {}

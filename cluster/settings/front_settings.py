@@ -176,6 +176,15 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             live_in="router",
         ),
     ] = "refuse"
+    unknown_adapter_fields: Annotated[
+        Literal["refuse", "warn"],
+        Setting(
+            "What becomes of adapters whose adapter_config.json sets a field that PEFT does not have: refuse them, "
+            "since it may change what they compute, or take them and say so in the upload's answer.",
+            "live",
+            live_in="router",
+        ),
+    ] = "refuse"
     adapter_folders: Annotated[
         str,
         Texts("FOLDERS", "absolute paths with commas between them"),

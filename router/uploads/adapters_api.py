@@ -23,7 +23,7 @@ from ...adapters.names import BaseNames, owner_of
 from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.registry.versions.name_state import VersionNote
 from ...adapters.tenant_places import TenantPlaces
-from ...adapters.upload import CheckedUpload, UploadService, refuse_left_out
+from ...adapters.upload import CheckedUpload, UploadService
 from ..bodies.request_decoder import ArrivalPace
 from ..config import CurrentConfig
 from ..http.access_log import record_of
@@ -196,16 +196,21 @@ class AdaptersApi:
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
             warnings = tokenizer_warnings(form.tokenizer, self._text)
-            problems: list[str] = []  # with the base that the adapter names, and with its LoRA of vision
+            problems: list[str] = []  # with the base that the adapter names, its LoRA of vision, its config
 
             def check(upload: CheckedUpload) -> None:
                 problems.extend(self._base_warnings(upload.base))
                 if problems and self._config.now.adapter_base == "match":
                     raise AdapterInvalid(problems[0])
-                if self._config.now.vision_lora == "refuse":
-                    refuse_left_out(upload)
-                elif upload.left_out:
-                    problems.append(f"left out: {upload.left_out}")
+                if upload.left_out and self._config.now.vision_lora == "refuse":
+                    raise AdapterInvalid(upload.left_out)
+                if upload.unknown_field and self._config.now.unknown_adapter_fields == "refuse":
+                    raise AdapterInvalid(
+                        f"{upload.unknown_field}. An operator lets such fields pass: --unknown-adapter-fields warn"
+                    )
+                problems.extend([f"left out: {upload.left_out}"] if upload.left_out else [])
+                problems.extend([upload.unknown_field] if upload.unknown_field else [])
+                problems.extend(upload.warnings)
 
             try:
                 adapter, created = await self._uploads.upload(

@@ -7,7 +7,8 @@ import json
 import os
 import stat
 import sys
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, NamedTuple
@@ -18,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from ...adapters.errors import AdapterInvalid, NameTaken, UploadTooLarge
+from ...adapters.format.folder import missing
 from ...adapters.format.own_tokenizer import FAST_FILE, OwnTokenizer, own_tokenizer
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.names import PRIVATE
@@ -35,6 +37,7 @@ TENANT: Final = "{tenant}"  # in a folder's name: replaced by the tenant's name
 MAX_PATH_CHARS: Final = 4096
 _PIECE_BYTES: Final = 1 << 20
 _TOKENIZER_BYTES: Final = 2 << 20  # that are read of each file of a tokenizer: Gemma 3's thousands of added tokens
+_MOST_FOLDERS: Final = 1000  # that are looked into, to say which holds the adapter
 _ADDED_TOKENS: Final = b'"added_tokens":'  # near the begin of a tokenizer.json, before its vocabulary
 
 
@@ -125,7 +128,20 @@ def _added_tokens(begin: bytes) -> bytes:
 def _opened(stack: ExitStack, root: Path, folder: Path, limits: FolderLimits) -> tuple[int, int]:
     """Its config and its tensors, open until the stack closes."""
     at = _below(stack, root, folder)
+    for name in (CONFIG_FILE, TENSORS_FILE):
+        if name not in (names := os.listdir(at)):
+            raise AdapterInvalid(f"the folder is no adapter: {missing(name, names, _with_adapter(names, at))}")
     return _file(stack, CONFIG_FILE, at, limits.config_bytes), _file(stack, TENSORS_FILE, at, limits.tensors_bytes)
+
+
+def _with_adapter(names: Sequence[str], folder: int) -> list[str]:
+    """Which of the first of these folders in it hold a file of PEFT's config."""
+    folders = []
+    for name in names[:_MOST_FOLDERS]:
+        with suppress(OSError):
+            os.stat(f"{name}/{CONFIG_FILE}", dir_fd=folder, follow_symlinks=False)
+            folders.append(name)
+    return folders
 
 
 def _below(stack: ExitStack, root: Path, folder: Path) -> int:

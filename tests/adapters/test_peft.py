@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,67 @@ def test_targets_ranks_and_scalings_are_those_of_peft(case: str, tmp_path: Path)
     assert set(content.matrices) == set(expected)
 
 
+HEADLESS_CONFIGS: dict[str, dict[str, Any]] = {
+    "patterns that name what a head stands before": {
+        "target_modules": ["q_proj", "v_proj"],
+        "rank_pattern": {"^model.layers.0.self_attn.q_proj": 2},
+        "alpha_pattern": {"model.layers.1.self_attn.q_proj": 3},
+    },
+    "patterns of the names in the file": {
+        "target_modules": ["q_proj", "v_proj"],
+        "rank_pattern": {"^layers.0.self_attn.q_proj": 2},
+        "alpha_pattern": {"layers.1.self_attn.q_proj": 3},
+    },
+    "expression": {"target_modules": r"layers\.[01]\.self_attn\.[qv]_proj"},
+    "excluded": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": ["layers.0.self_attn.q_proj"]},
+    "excluded expression": {"target_modules": ["q_proj", "v_proj"], "exclude_modules": r"model\.layers\.0\..*"},
+    "layers": {"target_modules": ["q_proj"], "layers_to_transform": [1], "layers_pattern": "layers"},
+}
+
+
+@pytest.mark.parametrize("case", HEADLESS_CONFIGS)
+def test_patterns_match_the_names_that_the_tensors_have(case: str, tmp_path: Path) -> None:
+    """Of a base that was loaded without its head, as AutoModel does: its names begin with the layers'."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT reports names that match nothing
+        model = get_peft_model(llama().model, LoraConfig(r=4, lora_alpha=12, **HEADLESS_CONFIGS[case]))
+    expected = {}
+    for name, module in model.named_modules():
+        if hasattr(module, "lora_A"):
+            found = parse_tensor_name(f"{name}.lora_A.weight")
+            assert found is not None, name
+            expected[found[:2]] = (module.r["default"], module.scaling["default"])
+    model.save_pretrained(tmp_path)
+    content = validate((tmp_path / "adapter_config.json").read_bytes(), tmp_path / "adapter_model.safetensors", SHAPE)
+    assert {key: (len(lora.a), lora.scaling) for key, lora in content.matrices.items()} == expected
+
+
+def test_lora_of_a_linears_weight_is_that_of_the_linear(tmp_path: Path) -> None:
+    """PEFT's `target_parameters` of what is no expert: it adds the product to the weight itself."""
+    config = LoraConfig(
+        r=4,
+        lora_alpha=12,
+        target_modules=["q_proj"],
+        target_parameters=["down_proj.weight", "layers.1.mlp.up_proj.weight"],
+    )
+    model = get_peft_model(llama(), config).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    data = (tmp_path / "adapter_config.json").read_bytes()
+    content = validate(data, tmp_path / "adapter_model.safetensors", SHAPE)
+    assert {module for _, module in content.matrices} == {"q_proj", "down_proj", "up_proj"}
+    base, token_ids = llama().eval(), torch.arange(9).unsqueeze(0)
+    for (layer, module), lora in content.matrices.items():
+        linear = base.get_submodule(f"model.layers.{layer}.{SHAPE.path(module)}")
+        linear.weight.data += lora.scaling * torch.tensor(lora.b) @ torch.tensor(lora.a)
+    torch.testing.assert_close(base(token_ids).logits, model(token_ids).logits, atol=1e-5, rtol=0)
+    both = json.dumps({**json.loads(data), "target_modules": ["q_proj", "down_proj"]}).encode()
+    with pytest.raises(AdapterInvalid, match=r"both name mlp\.down_proj of layer 0: name it in one"):
+        validate(both, tmp_path / "adapter_model.safetensors", SHAPE)
+
+
 def test_all_linear_as_a_string_reads_like_the_list_that_peft_saves() -> None:
     targets = resolve_targets(parse_config(config_bytes(target_modules="all-linear")), SHAPE)
     assert len(targets) == 7 * SHAPE.num_layers
@@ -95,22 +157,19 @@ def test_rslora_divides_by_the_root() -> None:
         ({"peft_type": "ADALORA"}, "ADALORA"),
         ({"peft_type": None}, "peft_type"),
         ({"use_dora": True}, "DoRA"),
-        ({"bias": "all"}, "bias"),
-        ({"bias": "lora_only"}, "bias"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"lora_bias": True}, "lora_bias"),
         ({"use_qalora": True}, "use_qalora"),
         ({"megatron_config": {"a": 1}}, "megatron_config"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "no experts"),
+        ({"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}, "such as self_attn.q_proj.weight"),
         ({"target_parameters": "down_proj"}, "a list of names"),
         ({"target_parameters": ["x"] * 3000}, "at most 2048"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"arrow_config": {"top_k": 1}}, "arrow_config"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-        ({"brand_new_trick": True}, "brand_new_trick"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
         ({"target_modules": ["lm_head"]}, "lm_head"),
         ({"target_modules": ".*"}, "embed_tokens"),
@@ -119,6 +178,8 @@ def test_rslora_divides_by_the_root() -> None:
         ({"target_modules": []}, "target_modules"),
         ({"target_modules": [1]}, "target_modules"),
         ({"target_modules": "nothing"}, "matches no module"),
+        ({"target_modules": ["nothing"]}, "matches no module"),
+        ({"target_modules": "q_proj, v_proj"}, 'if a list was meant, write ["q_proj", "v_proj"]'),
         ({"target_modules": "(q_proj"}, "not a regular expression"),
         ({"layers_to_transform": [3]}, "layer 3"),
         ({"layers_to_transform": "1"}, "layers_to_transform"),

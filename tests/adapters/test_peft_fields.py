@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
-from peft import PeftModel, PeftType, get_peft_model
+from peft import LoraRuntimeConfig, PeftModel, PeftType, get_peft_model
+from peft.tuners.lora.config import BdLoraConfig, EvaConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from transformers import LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent
-from motet.adapters.format.peft import COMPUTED, HARMLESS, REFUSED, parse_config
+from motet.adapters.format.peft import COMPUTED, HARMLESS, REFUSED, UnknownFields, parse_config
 from motet.adapters.format.validation import validate
 from motet.tests.adapters.test_peft import llama
 from motet.tests.rigs.lora_files import SHAPE
@@ -68,12 +69,93 @@ def test_an_empty_object_turns_a_feature_on_in_peft(field: str) -> None:
         parse_config(config_bytes(**{field: {}}))
 
 
-@pytest.mark.parametrize("value", [0, "", [], {}, 1])
-def test_an_unknown_field_may_only_be_unset(value: Any) -> None:
-    parse_config(config_bytes(unknown_field=None))
-    parse_config(config_bytes(unknown_field=False))
-    with pytest.raises(AdapterInvalid, match="unknown_field"):
-        parse_config(config_bytes(unknown_field=value))
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
+def test_an_unknown_field_may_be_unset(value: Any) -> None:
+    assert parse_config(config_bytes(brand_new_trick=value)).unknown == UnknownFields()
+
+
+@pytest.mark.parametrize("value", [True, 1, -0.5, [0], {"a": None}])
+def test_an_unknown_field_may_change_what_is_computed(value: Any) -> None:
+    unknown = parse_config(config_bytes(brand_new_trick=value, also_new=1)).unknown
+    assert f"'brand_new_trick' = {value!r}, which is no field of PEFT" in unknown.problem
+    assert not unknown.warnings
+
+
+def test_a_text_in_an_unknown_field_is_a_note() -> None:
+    unknown = parse_config(config_bytes(trained_by="a trainer")).unknown
+    assert unknown == UnknownFields("", ("'trained_by' = 'a trainer' is no field of PEFT: it is taken for a note",))
+
+
+# For each field of LoraConfig: values other than the default that PEFT takes for a Llama, and the field that refuses an
+# adapter that was trained with them; None: its products are computed.
+SAVED: dict[str, tuple[dict[str, Any], str | None]] = {
+    "alora_invocation_tokens": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+    "alpha_pattern": ({"alpha_pattern": {"q_proj": 3}}, None),
+    "arrow_config": ({}, None),  # made from several adapters, of which this is none
+    "auto_mapping": ({}, None),  # PEFT's own
+    "base_model_name_or_path": ({"base_model_name_or_path": "some/base"}, None),
+    "bias": ({"bias": "all"}, None),  # a Llama has none
+    "corda_config": ({}, None),  # with init_lora_weights, below
+    "ensure_weight_tying": ({"ensure_weight_tying": True}, None),
+    "eva_config": ({"eva_config": EvaConfig()}, None),
+    "exclude_modules": ({"exclude_modules": ["layers.0.self_attn.q_proj"]}, None),
+    "fan_in_fan_out": ({}, None),  # PEFT sets it to False for linears
+    "inference_mode": ({"inference_mode": True}, None),
+    "init_lora_weights": ({"init_lora_weights": "gaussian"}, None),
+    "kasa_config": ({"kasa_config": KasaConfig()}, "kasa_config"),
+    "layer_replication": ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication"),
+    "layers_pattern": ({"layers_pattern": "layers", "layers_to_transform": [1]}, None),
+    "layers_to_transform": ({"layers_to_transform": 2}, None),
+    "loftq_config": ({"loftq_config": {"loftq_bits": 4}}, None),
+    "lora_alpha": ({"lora_alpha": 3}, None),
+    "lora_bias": ({"lora_bias": True}, "lora_bias"),
+    "lora_dropout": ({"lora_dropout": 0.5}, None),
+    "lora_ga_config": ({}, None),
+    "megatron_config": ({}, None),  # needs Megatron
+    "megatron_core": ({"megatron_core": "another.core"}, None),
+    "modules_to_save": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "monteclora_config": ({"monteclora_config": MontecloraConfig()}, "monteclora_config"),
+    "peft_version": ({}, None),
+    "qalora_group_size": ({"qalora_group_size": 8}, None),
+    "r": ({"r": 3}, None),
+    "rank_pattern": ({"rank_pattern": {"layers.1.self_attn.q_proj": 2}}, None),
+    "revision": ({"revision": "main"}, None),
+    "runtime_config": ({"runtime_config": LoraRuntimeConfig()}, None),
+    "target_modules": ({"target_modules": ["v_proj", "up_proj", "no_such_module"]}, None),
+    "target_parameters": ({"target_parameters": ["down_proj.weight"], "target_modules": ["q_proj"]}, None),
+    "task_type": ({"task_type": "SEQ_2_SEQ_LM"}, None),
+    "trainable_token_indices": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+    "use_bdlora": (
+        {"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2, match_strict=False)},
+        "use_bdlora",
+    ),
+    "use_dora": ({"use_dora": True}, "use_dora"),
+    "use_qalora": ({}, None),  # of quantised bases
+    "use_rslora": ({"use_rslora": True}, None),
+    "velora_config": ({"velora_config": VeloraConfig(num_groups=4)}, None),
+}
+
+
+def test_each_field_of_the_installed_peft_has_an_adapter() -> None:
+    fields = {field.name for field in dataclasses.fields(PeftLoraConfig)} - {"peft_type"}
+    assert SAVED.keys() == fields
+
+
+@pytest.mark.parametrize("field", SAVED)
+def test_an_adapter_with_each_field_of_peft(field: str, tmp_path: Path) -> None:
+    """As PEFT trains and saves it."""
+    values, refusal = SAVED[field]
+    config = {"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "down_proj"], **values}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT reports what is experimental
+        model = get_peft_model(llama(), PeftLoraConfig(**config)).eval()
+        _train(model)
+        model.save_pretrained(tmp_path)
+        if refusal is None:
+            _assert_computes(_content(tmp_path), _logits(model))
+            return
+    with pytest.raises(AdapterInvalid, match=f"^{refusal} = .* is not supported"):
+        _content(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pissa", "pissa_niter_16", "PiSSA", "olora", "corda", "lora_ga"])

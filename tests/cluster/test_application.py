@@ -21,6 +21,7 @@ OTHERS = {
     "adapter_base": "match",
     "sampling_defaults": "openai",
     "vision_lora": "leave-out",
+    "unknown_adapter_fields": "warn",
     "base_aliases": "mirror",
     "kv_host_bytes": 1 << 20,
     "access_log": False,

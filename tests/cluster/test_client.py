@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,12 @@ def test_upload_of_a_folder_that_is_no_adapter_names_the_file(client: MotetClien
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(ClientError, match=r"adapter_model\.safetensors is missing"):
         client.upload_adapter("pirate", folder)
+
+
+def test_a_folder_of_checkpoints_names_those_that_hold_one(client: MotetClient, folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "checkpoints" / "checkpoint-40")
+    with pytest.raises(ClientError, match=r"adapters are in folders below it \(checkpoint-40\): give one of these"):
+        client.upload_adapter("pirate", tmp_path / "checkpoints")
 
 
 def test_an_adapter_in_pickle_is_refused_with_how_to_save_it(client: MotetClient, folder: Path) -> None:

@@ -300,7 +300,9 @@ class FakeRegistry:
     """Stands in for view and upload service. Methods that ask Redis in reality raise `error`."""
 
     def __init__(self) -> None:
-        self.left_out = ""  # of each upload
+        # Of each upload.
+        self.left_out = self.unknown_field = ""
+        self.warnings: tuple[str, ...] = ()
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
         self.error: Exception | None = None
         self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
@@ -364,7 +366,9 @@ class FakeUploads:
                 hasher.update(chunk)
         digest = hasher.hexdigest()
         base = named_base(config)
-        given["check"](SimpleNamespace(base=base, left_out=self._registry.left_out))
+        left_out, unknown_field = self._registry.left_out, self._registry.unknown_field
+        warnings = self._registry.warnings
+        given["check"](SimpleNamespace(base=base, left_out=left_out, unknown_field=unknown_field, warnings=warnings))
         self._registry.uploaded.append((tenant, name, config, digest))
         held = self._registry.held(tenant, name)
         if held is not None and must_be_new:

@@ -101,6 +101,19 @@ async def test_lora_of_vision_is_refused_or_left_out_with_a_warning(rig: RouterR
     assert (await send(rig, *parts)).json()["warnings"] == ["left out: it holds LoRA of vision"]
 
 
+async def test_an_unknown_field_is_refused_or_taken_with_a_warning(rig: RouterRig) -> None:
+    rig.registry.unknown_field, rig.registry.warnings = "it has 'trick' = 1", ("it has 'note' = 'a'",)
+    parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
+    refused = await send(rig, *parts)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == (
+        "it has 'trick' = 1. An operator lets such fields pass: --unknown-adapter-fields warn"
+    )
+    assert rig.registry.uploaded == []
+    rig.config.now = replace(rig.config.now, unknown_adapter_fields="warn")
+    assert (await send(rig, *parts)).json()["warnings"] == ["it has 'trick' = 1", "it has 'note' = 'a'"]
+
+
 async def test_an_adapter_of_another_base_is_warned_of_or_refused(tmp_path: Path, text: TextService) -> None:
     config = part("adapter_config.json", b'{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "c")
     parts = (NAME_PART, config, TENSORS_PART)

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent
-from motet.adapters.format.validation import validate
+from motet.adapters.format.peft import parse_config
+from motet.adapters.format.validation import resolve_parameters, validate
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig
 from motet.tests.rigs.gang_rig import gang
@@ -263,5 +264,10 @@ def test_targets_of_gpt_oss(tmp_path: Path) -> None:
         (2, "down_proj"),
     }
     assert validated("router", target_parameters=["mlp.router.weight"]).module_ranks == {"router": 2}
-    with pytest.raises(AdapterInvalid, match=r"down_proj and mlp\.router\.weight are accepted"):
-        validated("bias", target_modules=["q_proj"], target_parameters=["mlp.router.weight", "o_proj.weight"])
+    names = ["mlp.router.weight", "o_proj.weight"]
+    ranks = validated("linear", target_modules=["q_proj"], target_parameters=names).module_ranks
+    assert ranks == {"q_proj": 2, "o_proj": 2, "router": 2}
+    with pytest.raises(
+        AdapterInvalid, match=r"gate_up_proj.* mlp\.router\.weight and weights of linears"
+    ):
+        resolve_parameters(parse_config(b'{"peft_type": "LORA", "r": 2, "target_parameters": ["gate.bias"]}'), shape)
