@@ -29,8 +29,14 @@ from motet.workers.wire.page_keys import PageKey
 _DOCUMENT = [2 + i * 7 % 900 for i in range(8192)]
 
 
-def gang(num_sequences: int, num_pages: int = 20_000, tiers: TierSizes | None = None, budget: int = 8192) -> Scheduler:
-    of = GangLimits(131_072, 1000, 16, num_pages, budget, num_sequences)
+def gang(
+    num_sequences: int,
+    num_pages: int = 20_000,
+    tiers: TierSizes | None = None,
+    budget: int = 8192,
+    num_state_pages: int = 0,
+) -> Scheduler:
+    of = GangLimits(131_072, 1000, 16, num_pages, budget, num_sequences, num_state_pages=num_state_pages)
     return Scheduler(of, frozenset({1}), lambda ref: 2, tiers=tiers)
 
 
@@ -458,6 +464,47 @@ def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
         num_steps += 1
     assert num_steps >= 2000 // prefix_cache.MOST_GIVEN_BACK
     steps.engine.check_integrity()
+
+
+@pytest.fixture
+def stateless() -> Scheduler:
+    """Of its document it has all pages and no recurrent state, for which 40 sequences look at one time."""
+    s = gang(64, num_state_pages=3)
+    s.add(asking(0, _DOCUMENT, max_tokens=1), 0)
+    while s.has_work():
+        plan = s.schedule()
+        s.commit(plan, quick_result(plan))
+    s.memory.prefixes.forget([*filter(page_keys.is_state, s.memory.prefixes._pages)])
+    assert s.memory.prefixes.num_pages == len(_DOCUMENT) // 16
+    for i in range(40):
+        s.add(asking(1 + i, [*_DOCUMENT, 2 + i], max_tokens=9), 0)
+    return s
+
+
+def test_states_that_waiting_sequences_would_want_are_looked_for_in_a_bounded_number_of_keys(
+    stateless: Scheduler,
+) -> None:
+    prefixes, waiting = stateless._prefixes, [*stateless._waiting]
+    prefixes.bound_keys(False)
+    assert all(prefixes.make_keys(sequence) for sequence in waiting)
+    max_pages = 600  # more than they have in common
+    assert num_calls(lambda: prefixes.pages_here(waiting, max_pages)) < 8 * max_pages + 100 * len(waiting)
+
+
+def test_states_are_looked_for_at_most_for_a_few_sequences_in_a_step(
+    stateless: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_planner, "_MOST_FOUND", 1000)
+    with_states, num_looked = stateless._prefixes._with_state, 0
+
+    def counted(keys: Sequence[PageKey]) -> prefix_reuse.FoundPrefix:
+        nonlocal num_looked
+        num_looked += 1
+        return with_states(keys)
+
+    monkeypatch.setattr(stateless._prefixes, "_with_state", counted)
+    stateless.schedule()
+    assert 0 < num_looked <= 1000 // (len(_DOCUMENT) // 16) + 3
 
 
 @settings(deadline=None, max_examples=40)
