@@ -139,7 +139,7 @@ class PrefixCache:
 
         (0, ()): none is here.
         """
-        depth = last_state(keys, self._pages)
+        depth = last_state(keys, self._pages.__contains__)
         return depth, (self.state_of(keys[depth - 1]) or ()) if depth else ()
 
     def insert_state(

@@ -203,7 +203,7 @@ class PrefixReuse:
         copied: its pages, and the key to await. (0, None): there is none.
         """
         pending = self._pending
-        num_copied = max(num_found, last_state(keys, pending)) if self._tiers.num_moves else num_found
+        num_copied = max(num_found, last_state(keys, pending.__contains__)) if self._tiers.num_moves else num_found
         for depth in range(len(keys), num_copied, -1) if pending else ():
             if pending.get(keys[depth - 1]) is not None:
                 return depth, keys[depth - 1]
@@ -217,8 +217,8 @@ class PrefixReuse:
 
         num_pages = prefix.num_kv_pages
         num_pages += sum(1 for _ in takewhile(is_there, islice(keys, num_pages, None)))
-        known = keys[:num_pages]
-        num_with_state = max(self._cache.last_state(known)[0], self._tiers.last_state(known))
+        keys = keys[:num_pages]
+        num_with_state = max(self._cache.last_state(keys)[0], self._tiers.last_state(keys))
         return replace(prefix, num_kv_pages=num_pages), num_with_state
 
     def _bring_whole(self, chain: Sequence[PageKey], num_found: int, keep: AbstractSet[Item]) -> PageKey | None:

@@ -238,16 +238,13 @@ class TierTraffic:
 
     def holds(self, key: PageKey) -> bool:
         """The page is in a tier behind the pool."""
-        for tier in self._tiers.values():
-            if tier.works and key in tier:
-                return True
-        return False
+        return any(tier.works and key in tier for tier in self._tiers.values())
 
     def last_state(self, keys: Sequence[PageKey]) -> int:
         """How many of the first pages with these keys come before the last recurrent state that is in a tier behind the
         pool, or is being copied from there; 0: none is."""
-        held = [self._targets, *[tier for tier in self._tiers.values() if tier.works]]
-        return max([last_state(keys, each) for each in held])
+        places = [self._targets.__contains__, *[tier.__contains__ for tier in self._tiers.values() if tier.works]]
+        return max([last_state(keys, is_there) for is_there in places])
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """Counts a use of these pages in the tiers too, as a sequence uses them in the pool."""

@@ -11,7 +11,7 @@ Leaders and routers make the same keys of the same request.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from itertools import compress
 
@@ -59,13 +59,13 @@ def state_key(key: PageKey) -> PageKey:
     return key + _STATE
 
 
-def last_state(keys: Sequence[PageKey], held: Container[PageKey]) -> int:
-    """How many of the first pages with these keys come before the last recurrent state that is held; 0: none is.
+def last_state(keys: Sequence[PageKey], is_there: Callable[[PageKey], bool]) -> int:
+    """How many of the first pages with these keys come before the last recurrent state that is there; 0: none is.
 
     Little work for each key, since there may be thousands.
     """
-    are_held = map(held.__contains__, (key + _STATE for key in reversed(keys)))
-    return next(compress(range(len(keys), 0, -1), are_held), 0)
+    states = (key + _STATE for key in reversed(keys))
+    return next(compress(range(len(keys), 0, -1), map(is_there, states)), 0)
 
 
 def is_state(key: PageKey) -> bool:
