@@ -40,12 +40,15 @@ def gang(
     return Scheduler(of, frozenset({1}), lambda ref: 2, tiers=tiers)
 
 
-def decoding(num_running: int, num_waiting: int = 0, num_places: int = 0, num_tenants: int = 1) -> Callable[[], None]:
+def decoding(
+    num_running: int, num_waiting: int = 0, num_places: int = 0, num_tenants: int = 1, num_state_pages: int = 0
+) -> Callable[[], None]:
     """A step of so many sequences that decode, planned ahead, while others wait for adapters that never come.
 
     `num_tenants`: that those have that wait.
     """
-    s = gang(num_places or num_running, 16 * num_running + 4096)
+    num_pages = (16 + num_state_pages) * num_running + 4096
+    s = gang(num_places or num_running, num_pages, num_state_pages=num_state_pages)
     for i in range(num_running):
         assert s.add(asking(i, [2 + i % 900] * (5 + i % 16), max_tokens=10_000), 0) is None
     plan = s.schedule()
@@ -111,6 +114,11 @@ class PagesWithCalls(dict[PageKey, int]):
 def test_a_step_grows_linearly_with_the_sequences_that_decode() -> None:
     few_s, many_s = least_s([decoding(512), decoding(4096)], rounds=20)
     assert many_s <= 8 * 1.5 * few_s  # and as much again where each sequence sums up all before it
+
+
+def test_a_decode_with_a_recurrent_state_costs_as_many_calls_as_one_without() -> None:
+    without, with_states = (num_calls(decoding(512, num_state_pages=number)) for number in (0, 20))
+    assert with_states <= without + 512 + 400  # and one that asks where the state is
 
 
 @pytest.mark.parametrize(("num_places", "num_tenants"), [(512, 1), (600, 1), (600, 40)])
