@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from motet.workers.execution.gang_executor import DeltaDecoder, DeltaEncoder, Execute, PlanMismatchError, ToWorker
-from motet.workers.plan import INT32_BYTES, Int32s, SamplePlan, SequencePlan, StepPlan, packed, unpacked
+from motet.workers.plan import INT32_BYTES, Int32s, SamplePlan, SequencePlan, StatePlan, StepPlan, packed, unpacked
 from motet.workers.wire.messages import SamplingParams
 
 BLOCK = 16
@@ -155,6 +155,22 @@ def test_a_message_is_no_longer_for_long_contexts() -> None:
         gang.send(*[part(i, table, 20_000) for i, table in enumerate(tables)])
         num_bytes[num_pages] = gang.num_bytes
     assert num_bytes[4] == num_bytes[2048] < 32 << 10
+
+
+def test_where_a_state_is_is_sent_if_it_is_elsewhere_than_before() -> None:
+    gang, run = Gang(), SequencePlan(7, (7,), 3, packed([5]), None, SAMPLE)
+    first, last = (StatePlan(packed(pages), packed(pages)) for pages in (range(100, 200), range(300, 400)))
+    kept = StatePlan(first.source, first.target, (2,), packed(range(500, 600)))
+    states = [first, first, kept, first, first, last, last, last, last]
+    sent = list[bool]()
+    for step, state in enumerate(states):
+        ended_runs = [7] if step == 7 else []  # preempted, and planned again at once
+        gang.send(msgspec.structs.replace(run, state=state), part(8, [6]), ended_runs=ended_runs)
+        sent.append(gang.message.plan.sequences[0].state is not None)
+        assert (gang.num_bytes > 800) == sent[-1]
+    assert sent == [True, False, True, True, False, True, False, True, False]
+    gang.send(ended_runs=(7, 8))
+    assert not gang.leader.states
 
 
 @pytest.mark.parametrize("missed", ["its first plan", "a page", "that it is gone"])

@@ -29,17 +29,26 @@ from motet.workers.wire.page_keys import PageKey
 _DOCUMENT = [2 + i * 7 % 900 for i in range(8192)]
 
 
-def gang(num_sequences: int, num_pages: int = 20_000, tiers: TierSizes | None = None, budget: int = 8192) -> Scheduler:
-    of = GangLimits(131_072, 1000, 16, num_pages, budget, num_sequences)
+def gang(
+    num_sequences: int,
+    num_pages: int = 20_000,
+    tiers: TierSizes | None = None,
+    budget: int = 8192,
+    num_state_pages: int = 0,
+) -> Scheduler:
+    of = GangLimits(131_072, 1000, 16, num_pages, budget, num_sequences, num_state_pages=num_state_pages)
     return Scheduler(of, frozenset({1}), lambda ref: 2, tiers=tiers)
 
 
-def decoding(num_running: int, num_waiting: int = 0, num_places: int = 0, num_tenants: int = 1) -> Callable[[], None]:
+def decoding(
+    num_running: int, num_waiting: int = 0, num_places: int = 0, num_tenants: int = 1, num_state_pages: int = 0
+) -> Callable[[], None]:
     """A step of so many sequences that decode, planned ahead, while others wait for adapters that never come.
 
     `num_tenants`: that those have that wait.
     """
-    s = gang(num_places or num_running, 16 * num_running + 4096)
+    num_pages = (16 + num_state_pages) * num_running + 4096
+    s = gang(num_places or num_running, num_pages, num_state_pages=num_state_pages)
     for i in range(num_running):
         assert s.add(asking(i, [2 + i % 900] * (5 + i % 16), max_tokens=10_000), 0) is None
     plan = s.schedule()
@@ -105,6 +114,11 @@ class PagesWithCalls(dict[PageKey, int]):
 def test_a_step_grows_linearly_with_the_sequences_that_decode() -> None:
     few_s, many_s = least_s([decoding(512), decoding(4096)], rounds=20)
     assert many_s <= 8 * 1.5 * few_s  # and as much again where each sequence sums up all before it
+
+
+def test_a_decode_with_a_recurrent_state_costs_as_many_calls_as_one_without() -> None:
+    without, with_states = (num_calls(decoding(512, num_state_pages=number)) for number in (0, 20))
+    assert with_states <= without + 512 + 400  # and one that asks where the state is
 
 
 @pytest.mark.parametrize(("num_places", "num_tenants"), [(512, 1), (600, 1), (600, 40)])
@@ -458,6 +472,47 @@ def test_an_engine_does_not_sleep_while_pages_are_to_be_released() -> None:
         num_steps += 1
     assert num_steps >= 2000 // prefix_cache.MOST_GIVEN_BACK
     steps.engine.check_integrity()
+
+
+@pytest.fixture
+def stateless() -> Scheduler:
+    """Of its document it has all pages and no recurrent state, for which 40 sequences look at one time."""
+    s = gang(64, num_state_pages=3)
+    s.add(asking(0, _DOCUMENT, max_tokens=1), 0)
+    while s.has_work():
+        plan = s.schedule()
+        s.commit(plan, quick_result(plan))
+    s.memory.prefixes.forget([*filter(page_keys.is_state, s.memory.prefixes._pages)])
+    assert s.memory.prefixes.num_pages == len(_DOCUMENT) // 16
+    for i in range(40):
+        s.add(asking(1 + i, [*_DOCUMENT, 2 + i], max_tokens=9), 0)
+    return s
+
+
+def test_states_that_waiting_sequences_would_want_are_looked_for_in_a_bounded_number_of_keys(
+    stateless: Scheduler,
+) -> None:
+    prefixes, waiting = stateless._prefixes, [*stateless._waiting]
+    prefixes.bound_keys(False)
+    assert all(prefixes.make_keys(sequence) for sequence in waiting)
+    max_pages = 600  # more than they have in common
+    assert num_calls(lambda: prefixes.pages_here(waiting, max_pages)) < 8 * max_pages + 100 * len(waiting)
+
+
+def test_states_are_looked_for_at_most_for_a_few_sequences_in_a_step(
+    stateless: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_planner, "_MOST_FOUND", 1000)
+    with_states, num_looked = stateless._prefixes._with_state, 0
+
+    def counted(keys: Sequence[PageKey]) -> prefix_reuse.FoundPrefix:
+        nonlocal num_looked
+        num_looked += 1
+        return with_states(keys)
+
+    monkeypatch.setattr(stateless._prefixes, "_with_state", counted)
+    stateless.schedule()
+    assert 0 < num_looked <= 1000 // (len(_DOCUMENT) // 16) + 3
 
 
 @settings(deadline=None, max_examples=40)

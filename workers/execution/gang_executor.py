@@ -20,6 +20,7 @@ from ..plan import (
     MoveEnd,
     SampledToken,
     SequencePlan,
+    StatePlan,
     StepPlan,
     StepResult,
     packed,
@@ -179,8 +180,9 @@ ToWorker = Execute | Masks | Stop
 # Plans on their way to workers in other processes, which keep the page tables of the sequences that run.
 #
 # The leader sends the pages that a sequence has got since the last plan with it, and its whole table where the workers
-# have none, or where it does not begin with the one that they have. What workers keep follows from the messages alone,
-# and all get the same ones. Tables of runs that have ended are dropped.
+# have none, or where it does not begin with the one that they have; and where its recurrent state is, if that was
+# elsewhere in the last plan with it. What workers keep follows from the messages alone, and all get the same ones. What
+# is kept of runs that have ended is dropped.
 
 
 class PlanMismatchError(Exception):
@@ -192,12 +194,14 @@ class DeltaEncoder:
 
     def __init__(self) -> None:
         self.tables: dict[int, Int32s] = {}  # page tables, by sequence id
+        self.states: dict[int, StatePlan] = {}  # by sequence id, as of the last plan with it
 
     def encode(self, plan: StepPlan) -> Execute:
         """The message for the plan. It must be sent, after those for earlier plans."""
-        tables = self.tables
+        tables, states = self.tables, self.states
         for sequence_id in plan.ended_runs:
             tables.pop(sequence_id, None)
+            states.pop(sequence_id, None)
         parts, num_kept = list[SequencePlan](), array("i")
         for part in plan.sequences:
             table, pages = tables.get(part.sequence_id, b""), part.pages
@@ -208,12 +212,18 @@ class DeltaEncoder:
                 new = pages[len(table) :]
                 tables[part.sequence_id] = pages
             num_kept.append(len(table) // INT32_BYTES)
-            parts.append(_with_pages(part, new))
+            state = part.state
+            if state is not None and states.get(part.sequence_id) is state:
+                state = None
+            elif state is not None:
+                states[part.sequence_id] = state
+            parts.append(_with_pages(part, new, state))
         return Execute(msgspec.structs.replace(plan, sequences=tuple(parts)), packed(num_kept))
 
     def check_integrity(self, workers: DeltaDecoder) -> None:
         """Raises AssertionError if these workers, which have read all messages, keep other tables."""
         assert self.tables == workers.tables, "leader and workers keep different tables"
+        assert self.states == workers.states, "leader and workers keep different states"
 
 
 class DeltaDecoder:
@@ -221,15 +231,17 @@ class DeltaDecoder:
 
     def __init__(self) -> None:
         self.tables: dict[int, Int32s] = {}  # page tables, by sequence id
+        self.states: dict[int, StatePlan] = {}  # by sequence id, as of the last plan with it
 
     def decode(self, message: Execute) -> StepPlan:
         """The plan, whose sequences have all of their pages.
 
         Raises PlanMismatchError if another number of a sequence's pages is kept than the leader says.
         """
-        tables, plan = self.tables, message.plan
+        tables, states, plan = self.tables, self.states, message.plan
         for sequence_id in plan.ended_runs:
             tables.pop(sequence_id, None)
+            states.pop(sequence_id, None)
         parts = list[SequencePlan]()
         for part, num_kept in zip(plan.sequences, unpacked(message.num_kept_pages), strict=True):
             table = tables.get(part.sequence_id, b"") if num_kept else b""
@@ -241,11 +253,13 @@ class DeltaDecoder:
             if part.pages:
                 table += part.pages
                 tables[part.sequence_id] = table
-            parts.append(_with_pages(part, table))
+            if part.state is not None:
+                states[part.sequence_id] = part.state
+            parts.append(_with_pages(part, table, states.get(part.sequence_id)))
         return msgspec.structs.replace(plan, sequences=tuple(parts))
 
 
-def _with_pages(part: SequencePlan, pages: Int32s) -> SequencePlan:
+def _with_pages(part: SequencePlan, pages: Int32s, state: StatePlan | None) -> SequencePlan:
     return SequencePlan(
         part.sequence_id,
         part.token_ids,
@@ -256,7 +270,7 @@ def _with_pages(part: SequencePlan, pages: Int32s) -> SequencePlan:
         part.is_fed,
         part.scores,
         part.pool,
-        part.state,
+        state,
     )
 
 

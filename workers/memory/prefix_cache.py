@@ -8,7 +8,7 @@ from itertools import islice, takewhile
 
 import msgspec
 
-from ..wire.page_keys import PageKey, state_key
+from ..wire.page_keys import PageKey, is_state, last_state, state_key
 from .page_allocator import IdleOrder, PageAllocator, UseCount
 
 # Finds kept pages that share their first tokens, but not all, with a sequence.
@@ -133,6 +133,14 @@ class PrefixCache:
         """The page with this key, or all pages of the state with it; None: it is not here."""
         page = self._pages.get(key)
         return None if page is None else (page, *self._entries[page].more_pages)
+
+    def last_state(self, keys: Sequence[PageKey]) -> tuple[int, tuple[int, ...]]:
+        """How many of the first pages with these keys come before the last recurrent state that is here, and its pages.
+
+        (0, ()): none is here.
+        """
+        depth = last_state(keys, self._pages.__contains__)
+        return depth, (self.state_of(keys[depth - 1]) or ()) if depth else ()
 
     def insert_state(
         self, pages: tuple[int, ...], key: PageKey, depth: int, num_blocks: int, adapter: str | None = None
@@ -349,7 +357,7 @@ class PrefixCache:
             if not pages:
                 del self._of_adapters[entry.adapter]
         self._partial_pages.remove(key)
-        if not entry.more_pages:
+        if not is_state(key):
             self._moved[key] = None
         self._num_more_pages -= len(entry.more_pages)
         self._allocator.release((page, *entry.more_pages))

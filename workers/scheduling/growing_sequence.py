@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -60,7 +60,7 @@ class GrowingSequence:
     snapshots_at: tuple[int, ...] = ()  # positions after which its recurrent state is kept, ascending
     last_snapshot: int = 0  # the last position at which it is kept or planned to be, and stays
     answer_snapshot: int = 0  # a later one in the answer, until the next one takes its place; 0: there is none
-    packed_state: Int32s = b""  # these as plans carry them
+    state_in_place: StatePlan | None = None  # for plans that bring its state up to date and keep none on the way
     packed_pages: Int32s = b""  # the table as plans carry it, updated only when pages are added or given back
     sequence_id: int = field(init=False)
     sampling: SamplingParams = field(init=False)
@@ -236,7 +236,7 @@ class GrowingSequence:
     ) -> None:
         """Sets the sequence's pages, the first `num_gone` of which are not held."""
         self.pages, self.num_gone, self.dense_pages = pages, num_gone, dense_pages
-        self.state_pages, self.packed_state = state_pages, packed(state_pages) if state_pages else b""
+        self.hold_state(state_pages)
         layers = self.full_layers
         self.packed_pages = packed(
             pages if layers is None else [*layers.dense_entries(dense_pages), *layers.entries(pages[num_gone:])]
@@ -244,7 +244,8 @@ class GrowingSequence:
 
     def hold_state(self, pages: tuple[int, ...]) -> None:
         """Sets the pages of its recurrent state."""
-        self.state_pages, self.packed_state = pages, packed(pages)
+        self.state_pages, packed_pages = pages, packed(pages)
+        self.state_in_place = StatePlan(packed_pages, packed_pages) if pages else None
 
     def fork(self, parent: GrowingSequence) -> None:
         """From now on it is where the other one is, on the same pages, which the caller shares."""
@@ -252,7 +253,7 @@ class GrowingSequence:
         self.token_ids[split:] = parent.token_ids[split:]
         self.page_keys = parent.page_keys[:]
         self.pages, self.num_gone, self.dense_pages = parent.pages, parent.num_gone, parent.dense_pages
-        self.state_pages, self.packed_state = parent.state_pages, parent.packed_state
+        self.state_pages, self.state_in_place = parent.state_pages, parent.state_in_place
         self.packed_pages, self.num_kept_pages = parent.packed_pages, parent.num_kept_pages
         self.num_computed = parent.num_computed
         self.num_counted = parent.num_counted
@@ -295,14 +296,14 @@ class GrowingSequence:
         """Whether its recurrent state after so many tokens is to be kept."""
         return position in self.snapshots_at
 
-    def state_plan(self, start: int, snapshots: Iterable[StateSnapshot] = ()) -> StatePlan | None:
+    def state_plan(self, start: int, snapshots: Sequence[StateSnapshot] = ()) -> StatePlan | None:
         """Where its state is for a part of a plan that begins at position `start`; None: the base has none.
 
         `snapshots`: states that are kept on the way, all after `start`.
         """
-        if not self.state_pages:
-            return None
-        pages = self.packed_state
+        if self.state_in_place is None or (start and not snapshots):  # thousands decode
+            return self.state_in_place
+        pages = self.state_in_place.target
         rows = tuple(each.position - start for each in snapshots)
         return StatePlan(pages if start else b"", pages, rows, b"".join(packed(each.pages) for each in snapshots))
 

@@ -16,7 +16,7 @@ from ..memory.page_allocator import Item
 from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
 from ..window_pages import GangLimits, pages_for
-from ..wire.page_keys import PageKey, dense_key, first_link, next_keys, state_key
+from ..wire.page_keys import PageKey, dense_key, first_link, last_state, next_keys, state_key
 from .growing_sequence import GrowingSequence, StateSnapshot
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
@@ -84,6 +84,7 @@ class PrefixReuse:
         ] = {}  # states that uncommitted plans write, by their pages
         self._num_keys_left = MOST_KEYS  # that may be made in this step
         self.num_cached_tokens = 0  # tokens that were found and not computed, since the start
+        self.num_kv_found = 0  # pages in the pool that the last look-up found, where a state after them is needed, too
 
     def prepare(self, sequence: GrowingSequence) -> None:
         """Computes the page keys of a new sequence; keys that it shares with an earlier one are copied from there."""
@@ -180,6 +181,7 @@ class PrefixReuse:
         So a prefix behind the pool is copied as a whole, with the state after it, or not at all.
         """
         prefix = self._with_state(keys)
+        self.num_kv_found = prefix.num_kv_pages
         # The state is held until the sequence has its copy, so it could not be evicted for the rest.
         num_needed = self._limits.needed_pages(len(sequence.token_ids)) + sequence.num_adapter_pages
         has_room = num_needed + self._limits.num_state_pages <= self._limits.num_pages
@@ -200,14 +202,12 @@ class PrefixReuse:
         """Of the longest prefix with these keys, longer than `num_found` pages, whose state is being computed or
         copied: its pages, and the key to await. (0, None): there is none.
         """
-        pending, is_copying = self._pending, self._tiers.num_moves > 0
-        for depth in range(len(keys), num_found, -1) if pending else ():
-            key = keys[depth - 1]
-            if pending.get(key) is not None:
-                return depth, key
-            if is_copying and (state := state_key(key)) in pending:
-                return depth, state
-        return 0, None
+        pending = self._pending
+        num_copied = max(num_found, last_state(keys, pending.__contains__)) if self._tiers.num_moves else num_found
+        for depth in range(len(keys), num_copied, -1) if pending else ():
+            if pending.get(keys[depth - 1]) is not None:
+                return depth, keys[depth - 1]
+        return (num_copied, state_key(keys[num_copied - 1])) if num_copied > num_found else (0, None)
 
     def _with_state_behind(self, keys: Sequence[PageKey], prefix: FoundPrefix) -> tuple[FoundPrefix, int]:
         """The prefix with its `num_kv_pages` in all tiers, and how many of these have a state after them."""
@@ -217,9 +217,9 @@ class PrefixReuse:
 
         num_pages = prefix.num_kv_pages
         num_pages += sum(1 for _ in takewhile(is_there, islice(keys, num_pages, None)))
-        depths = range(num_pages, prefix.num_pages, -1)
-        with_state = next((depth for depth in depths if is_there(state_key(keys[depth - 1]))), 0)
-        return replace(prefix, num_kv_pages=num_pages), with_state
+        keys = keys[:num_pages]
+        num_with_state = max(self._cache.last_state(keys)[0], self._tiers.last_state(keys))
+        return replace(prefix, num_kv_pages=num_pages), num_with_state
 
     def _bring_whole(self, chain: Sequence[PageKey], num_found: int, keep: AbstractSet[Item]) -> PageKey | None:
         """Starts copies of all that is behind the pool of these pages and of the state, whose key is the last.
@@ -278,6 +278,7 @@ class PrefixReuse:
         Of a state it is the first page. It takes time linear in these pages.
         """
         pages: dict[int, None] = {}
+        num_keys_left = 4 * max_pages  # in the search for states
         for sequence in sequences:
             new: list[int] = []
             num_dense, whole = self._pages_here(sequence)
@@ -290,8 +291,10 @@ class PrefixReuse:
                     break
                 if page is not None:
                     new.append(page)
-            if self._limits.num_state_pages:
-                new += self._with_state(sequence.page_keys[: self._num_usable(sequence)]).state_pages[:1]
+            if self._limits.num_state_pages and num_keys_left > 0:
+                depth, state = self._cache.last_state(sequence.page_keys[: whole.stop])
+                new += state[:1]
+                num_keys_left -= whole.stop - depth
             pages |= dict.fromkeys(reversed(new))
             if len(pages) >= max_pages:
                 break
@@ -360,7 +363,8 @@ class PrefixReuse:
         max_pages = self._limits.most_pages(len(sequence.token_ids))
         pages = self._cache.find(sequence.page_keys[first : first + max_pages])
         if self._limits.num_state_pages:
-            pages += self._with_state(sequence.page_keys[: self._num_usable(sequence)]).state_pages[:1]
+            num_pages = min(len(pages), self._num_usable(sequence))
+            pages += self._cache.last_state(sequence.page_keys[:num_pages])[1][:1]
         return pages
 
     def num_held_by_others(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> int:
@@ -742,10 +746,8 @@ class PrefixReuse:
     def _with_state(self, keys: Sequence[PageKey]) -> FoundPrefix:
         """The longest prefix in the pool after which the recurrent state is there, too."""
         pages = self._cache.find(keys)
-        for num_pages in range(len(pages), 0, -1):
-            if (state := self._cache.state_of(keys[num_pages - 1])) is not None:
-                return FoundPrefix(num_pages, pages[:num_pages], state_pages=state, num_kv_pages=len(pages))
-        return FoundPrefix(num_kv_pages=len(pages))
+        num_pages, state = self._cache.last_state(keys[: len(pages)])
+        return FoundPrefix(num_pages, pages[:num_pages], state_pages=state, num_kv_pages=len(pages))
 
     def _dense_keys(self, keys: Sequence[PageKey]) -> Iterable[PageKey]:
         """Of the dense pages for pages with these keys."""

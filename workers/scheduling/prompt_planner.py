@@ -380,7 +380,7 @@ class PromptPlanner:
         key = self._prefixes.last_coming(sequence, self._held_by_others)
         if key is None and self._prefixes.find(sequence, older.adapters) is None:
             key = self._prefixes.key_to_await(sequence)
-        self._num_looked_up += sequence.num_here
+        self._num_looked_up += max(sequence.num_here, self._prefixes.num_kv_found)
         if key is not None:
             self._await_page(sequence, key)
         return key is None

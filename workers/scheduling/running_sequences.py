@@ -91,7 +91,7 @@ class PlannedStep:
                     is_fed,
                     None,
                     pool,
-                    sequence.state_plan(start) if sequence.state_pages else None,
+                    sequence.state_plan(start),
                 )
             )
         if drops:

@@ -14,7 +14,7 @@ from typing import Literal
 from ..memory.page_allocator import Item
 from ..memory.paged_memory import PagedMemory
 from ..plan import MoveEnd, PageMove, Tier
-from ..wire.page_keys import PageKey
+from ..wire.page_keys import PageKey, last_state
 from .measured_costs import MeasuredCosts, is_worth_bringing
 
 # Directory of one tier behind the pool: which pages of KV it holds, in which slots.
@@ -239,6 +239,12 @@ class TierTraffic:
     def holds(self, key: PageKey) -> bool:
         """The page is in a tier behind the pool."""
         return any(tier.works and key in tier for tier in self._tiers.values())
+
+    def last_state(self, keys: Sequence[PageKey]) -> int:
+        """How many of the first pages with these keys come before the last recurrent state that is in a tier behind the
+        pool, or is being copied from there; 0: none is."""
+        places = [self._targets.__contains__, *[tier.__contains__ for tier in self._tiers.values() if tier.works]]
+        return max([last_state(keys, is_there) for is_there in places])
 
     def touch(self, keys: Sequence[PageKey]) -> None:
         """Counts a use of these pages in the tiers too, as a sequence uses them in the pool."""

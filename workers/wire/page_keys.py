@@ -11,8 +11,9 @@ Leaders and routers make the same keys of the same request.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
+from itertools import compress
 
 from .messages import SequenceRequest
 
@@ -25,7 +26,8 @@ def short_digest(digest: str) -> int:
 
 
 KEY_BYTES = 16
-PageKey = bytes  # of length KEY_BYTES
+PageKey = bytes  # of length KEY_BYTES, or with one byte more that of a recurrent state
+_STATE = b"s"
 
 
 def first_link(request: SequenceRequest) -> PageKey:
@@ -54,7 +56,21 @@ def dense_key(key: PageKey) -> PageKey:
 
 def state_key(key: PageKey) -> PageKey:
     """The key of the recurrent state after the page with this key."""
-    return key[:-1] + bytes([key[-1] ^ 0xFF])
+    return key + _STATE
+
+
+def last_state(keys: Sequence[PageKey], is_there: Callable[[PageKey], bool]) -> int:
+    """How many of the first pages with these keys come before the last recurrent state that is there; 0: none is.
+
+    Little work for each key, since there may be thousands.
+    """
+    states = (key + _STATE for key in reversed(keys))
+    return next(compress(range(len(keys), 0, -1), map(is_there, states)), 0)
+
+
+def is_state(key: PageKey) -> bool:
+    """Whether the key is that of a recurrent state."""
+    return len(key) > KEY_BYTES
 
 
 def short_key(key: PageKey) -> int:
