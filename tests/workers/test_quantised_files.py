@@ -198,6 +198,12 @@ def test_configs_that_no_weight_was_seen_with_are_refused_by_key(config: dict[st
         read_quantisation({"quantization_config": config})
 
 
+@pytest.mark.parametrize("stored", [[], False, "fp8", {"quant_method": []}, {"quant_method": None}])
+def test_what_is_no_quantisation_is_refused(stored: Any) -> None:
+    with pytest.raises(ValueError, match=r"^quantization_config.* is (needed|not supported)"):
+        read_quantisation({"quantization_config": stored})
+
+
 def test_nvfp4_is_refused_with_what_would_be_right() -> None:
     config = json.loads(json.dumps(config_of("ct_mxfp4")).replace("mxfp4-pack", "nvfp4-pack"))
     with pytest.raises(ValueError, match=r"format = 'nvfp4-pack-quantized': .* of NVFP4 the base in bfloat16"):
