@@ -88,6 +88,17 @@ def test_experts_in_blocks_of_four_bits_are_what_transformers_says(tmp_path: Pat
     source.finish()
 
 
+@pytest.mark.parametrize("suffix", ["_blocks", "_scales"])
+def test_experts_whose_axes_are_in_another_order_are_refused(suffix: str, tmp_path: Path) -> None:
+    (path,) = (path for path in FILES if path.stem == "mxfp4")
+    tensors, expected, config = opened(path)
+    for axes in ((1, 2), (-1, 0), (-2, -1)):
+        transposed = changed(suffix, lambda x, axes=axes: x.transpose(*axes))(tensors)
+        if transposed[EXPERTS + suffix].shape != tensors[EXPERTS + suffix].shape:
+            with pytest.raises(ValueError, match=rf"{suffix}' has shape "):
+                checkpoint(tmp_path, transposed, config).take(EXPERTS, tuple(expected.shape))
+
+
 def test_a_linear_of_16_bits_is_read_as_it_is(tmp_path: Path) -> None:
     tensors, _, config = opened(LINEARS[0])
     plain = torch.randn(4, 8).bfloat16()
