@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
+
+from ...workers.models.stored_tensor import shards
 
 # Weights are safetensors only; a pickle is never fetched.
 WANTED_FILES = [
@@ -103,15 +104,11 @@ def check_model_folder(folder: Path) -> None:
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         missing.append("tokenizer.json")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError) as error:
-            raise ModelUnavailable(f"{index} is damaged: {error!r}") from error
-        missing += [shard for shard in shards if not (folder / shard).is_file()]
-    elif not any(folder.glob("*.safetensors")):
-        missing.append("model.safetensors")
+    try:
+        weights = [*shards(folder)] or [folder / "model.safetensors"]
+    except ValueError as error:
+        raise ModelUnavailable(str(error)) from error
+    missing += [path.name for path in weights if not path.is_file()]
     if missing:
         raise ModelUnavailable(
             f"{folder} lacks {', '.join(missing)}: a model folder in Hugging Face format has config.json, "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,11 +79,34 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    check_model_folder(folder)  # by the single file, as transformers
+    (folder / "model.safetensors").unlink()
     (folder / "model-00001-of-00002.safetensors").write_bytes(b"")
     with pytest.raises(ModelUnavailable, match=r"lacks model-00002-of-00002\.safetensors: "):
         check_model_folder(folder)
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"")
     check_model_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ("{", "is damaged"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged"),
+        ('{"weight_map": ["a"]}', "is damaged"),
+        ('{"weight_map": {"a": null}}', "is damaged"),
+        ('{"weight_map": {"a": {}}}', "is damaged"),
+        ('{"weight_map": {}}', "lacks model.safetensors: "),
+        ('{"weight_map": {"a": "../b.safetensors"}}', "names a file outside its folder: '../b.safetensors'"),
+    ],
+)
+def test_a_damaged_index_is_named(tmp_path: Path, index: str, message: str) -> None:
+    folder = write_model(tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelUnavailable, match=re.escape(message)):
+        check_model_folder(folder)
 
 
 @pytest.mark.parametrize("named", ["/no/such/folder", "./nothing", "../nothing", "a/b/c"])

@@ -38,13 +38,10 @@ def run_worker_in_nano_batches(settings: WorkerSettings) -> None:
 
 
 @contextmanager
-def gang(
-    config: EngineConfig, run: Callable[[WorkerSettings], None] = run_worker
-) -> Iterator[tuple[Engine, list[BaseProcess]]]:
-    """An engine with `config.tensor_parallel` worker processes, each of which calls `run`.
-
-    They have ended when the block ends.
-    """
+def worker_processes(
+    run: Callable[[WorkerSettings], None] = run_worker,
+) -> Iterator[tuple[Callable[[WorkerSettings], None], list[BaseProcess]]]:
+    """What starts a worker in a process that calls `run`, and the processes. They have ended when the block ends."""
     context = multiprocessing.get_context("forkserver")
     # Imported once, and not by every worker. The second comes with any operation on a stand-in of a GPU.
     context.set_forkserver_preload(["motet.workers.worker", "torch._dynamo"])
@@ -54,15 +51,27 @@ def gang(
         processes.append(context.Process(target=run, args=(settings,), daemon=True))
         processes[-1].start()
 
-    engine = None
     try:
-        engine = build_engine(config, spawn=spawn)
-        yield engine, processes
+        yield spawn, processes
     finally:
-        if engine is not None:
-            engine.close()
         for process in processes:
             process.join(timeout=PATIENCE_S)
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+@contextmanager
+def gang(
+    config: EngineConfig, run: Callable[[WorkerSettings], None] = run_worker
+) -> Iterator[tuple[Engine, list[BaseProcess]]]:
+    """An engine with `config.tensor_parallel` worker processes, each of which calls `run`.
+
+    They have ended when the block ends.
+    """
+    with worker_processes(run) as (spawn, processes):
+        engine = build_engine(config, spawn=spawn)
+        try:
+            yield engine, processes
+        finally:
+            engine.close()

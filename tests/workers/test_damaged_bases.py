@@ -6,7 +6,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -66,12 +66,23 @@ def test_tensors_that_are_missing_or_misshapen_are_named(
         others = {other: tensor for other, tensor in stored.items() if other != name}
         with pytest.raises(ValueError, match=r"has no tensor|has no place for") as lacks:
             _load(_with(folder, others, tmp_path / "damaged"))
-        longer = torch.cat([stored[name], stored[name][:1]]) if stored[name].dim() else torch.ones(2)
-        with pytest.raises(ValueError) as misshapen:
-            _load(_with(folder, others | {name: longer}, tmp_path / "damaged"))
-        for error in (lacks, misshapen):
-            words = str(error.value)
-            assert _is_named(full[name], words), (name, words)
+        assert _is_named(full[name], str(lacks.value)), (name, lacks.value)
+        for tensor in _misshapen(stored[name]):
+            with pytest.raises(ValueError) as misshapen:
+                _load(_with(folder, others | {name: tensor}, tmp_path / "damaged"))
+            assert _is_named(full[name], str(misshapen.value)), (name, misshapen.value)
+
+
+def _misshapen(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """With more rows, with more columns, and transposed."""
+    if not tensor.dim():
+        yield torch.ones(2)
+        return
+    yield torch.cat([tensor, tensor[:1]])
+    if tensor.dim() > 1:
+        yield torch.cat([tensor, tensor[..., :1]], -1)
+        if tensor.shape[-1] != tensor.shape[-2]:
+            yield tensor.transpose(-1, -2).contiguous()
 
 
 def _is_named(name: str, words: str) -> bool:

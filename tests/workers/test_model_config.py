@@ -330,6 +330,18 @@ def test_sharded_checkpoints_are_read_through_their_index(tmp_path: Path) -> Non
     assert decoder.head is not decoder.embedding
 
 
+def test_a_single_file_is_read_and_not_the_index_beside_it(tmp_path: Path) -> None:
+    """As transformers chooses between them."""
+    config = ModelConfig.from_folder(folder(tmp_path))
+    whole = tensors(config)
+    save_file(whole, tmp_path / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in whole.items()}, tmp_path / "a.safetensors")
+    index = {"weight_map": dict.fromkeys(whole, "a.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    decoder = load_decoder(ModelSharding(config), checkpoint(tmp_path))
+    torch.testing.assert_close(decoder.embedding, whole["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [

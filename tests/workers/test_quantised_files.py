@@ -88,6 +88,17 @@ def test_experts_in_blocks_of_four_bits_are_what_transformers_says(tmp_path: Pat
     source.finish()
 
 
+@pytest.mark.parametrize("suffix", ["_blocks", "_scales"])
+def test_experts_whose_axes_are_in_another_order_are_refused(suffix: str, tmp_path: Path) -> None:
+    (path,) = (path for path in FILES if path.stem == "mxfp4")
+    tensors, expected, config = opened(path)
+    for axes in ((1, 2), (-1, 0), (-2, -1)):
+        transposed = changed(suffix, lambda x, axes=axes: x.transpose(*axes))(tensors)
+        if transposed[EXPERTS + suffix].shape != tensors[EXPERTS + suffix].shape:
+            with pytest.raises(ValueError, match=rf"{suffix}' has shape "):
+                checkpoint(tmp_path, transposed, config).take(EXPERTS, tuple(expected.shape))
+
+
 def test_a_linear_of_16_bits_is_read_as_it_is(tmp_path: Path) -> None:
     tensors, _, config = opened(LINEARS[0])
     plain = torch.randn(4, 8).bfloat16()
@@ -196,6 +207,12 @@ def weights_of(stem: str, **changes: Any) -> dict[str, Any]:
 def test_configs_that_no_weight_was_seen_with_are_refused_by_key(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_quantisation({"quantization_config": config})
+
+
+@pytest.mark.parametrize("stored", [[], False, "fp8", {"quant_method": []}, {"quant_method": None}])
+def test_what_is_no_quantisation_is_refused(stored: Any) -> None:
+    with pytest.raises(ValueError, match=r"^quantization_config.* is (needed|not supported)"):
+        read_quantisation({"quantization_config": stored})
 
 
 def test_nvfp4_is_refused_with_what_would_be_right() -> None:

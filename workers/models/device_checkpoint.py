@@ -25,6 +25,7 @@ from .stored_tensor import (
     has_other_head,
     lacks_head,
     named_in_full,
+    part_name,
     rows_of_parts,
     shards,
     stored_tensors,
@@ -290,8 +291,8 @@ class DeviceCheckpoint:
         if stored is None:
             raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
         if stored.shape != shape:
-            raise ValueError(f"tensor {name!r} has shape {stored.shape}: config.json needs {shape}")
-        check_float(name, stored.dtype)
+            raise ValueError(f"tensor {stored.name!r} has shape {stored.shape}: config.json needs {shape}")
+        check_float(stored.name, stored.dtype)
         first, stop = rows if rows is not None else (0, shape[0] if shape else 1)
         own_shape = (stop - first, *shape[1:]) if shape else ()
         if columns is not None:
@@ -333,7 +334,7 @@ class DeviceCheckpoint:
             row_bytes = stored.num_bytes // stored.shape[0]
             self._where[part] = replace(
                 stored,
-                name=part,
+                name=part_name(part, stored.name),
                 shape=(stop - start, *stored.shape[1:]),
                 start=stored.start + start * row_bytes,
                 num_bytes=(stop - start) * row_bytes,

@@ -82,15 +82,16 @@ def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
 
     Raises ValueError for a method, a version or a key that is not known, and for values that no weight was seen with.
     """
-    stored = raw.get("quantization_config") or raw.get("compression_config")
-    if not stored:
+    values = (raw.get(key) for key in ("quantization_config", "compression_config"))
+    stored = next((each for each in values if each not in (None, {})), None)
+    if stored is None:
         return None
     if not isinstance(stored, dict):
         raise ValueError(f"quantization_config = {stored!r}: an object is needed")
     method = stored.get("quant_method")
-    if method in _REFUSED:
+    if isinstance(method, str) and method in _REFUSED:
         raise ValueError(f"quantization_config: quant_method = {method!r} is not supported: {_REFUSED[method]}")
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise ValueError(
             f"quantization_config: quant_method = {method!r} is not supported: {', '.join(_READERS)} are accepted"
         )

@@ -347,7 +347,11 @@ class QuantisedCheckpoint(Checkpoint):
         stored_shape, needed, dtype = tuple(stored.get_shape()), part.shape(shape), stored.get_dtype()
         if dtype not in part.dtypes:
             raise ValueError(f"tensor {place.name!r} has the dtype {dtype}: {', '.join(part.dtypes)} are accepted")
-        is_blocks = linear.stored.layout == "mxfp4-blocks" and math.prod(stored_shape) == math.prod(needed)
+        is_blocks = (  # experts, their outputs, and blocks of inputs, of codes also with 16 bytes of each
+            linear.stored.layout == "mxfp4-blocks"
+            and math.prod(stored_shape[:2]) == needed[0]
+            and stored_shape[2:] in (needed[1:], (needed[1] // 16, 16))
+        )
         is_same = [size for size in stored_shape if size != 1] == [size for size in needed if size != 1]
         if not (is_same or is_blocks):
             raise ValueError(

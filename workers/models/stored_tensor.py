@@ -75,6 +75,11 @@ def check_float(name: str, dtype: str) -> None:
         raise ValueError(f"tensor {name!r} has the dtype {dtype}: {', '.join(sorted(FLOATS))} are accepted")
 
 
+def part_name(part: str, whole: str) -> str:
+    """For messages: a part of a tensor that `WeightSource.split` has taken apart."""
+    return f"{part} of {whole}"
+
+
 def rows_of_parts(name: str, shape: Sequence[int], num_rows: Mapping[str, int]) -> dict[str, tuple[int, int]]:
     """Start and stop of the rows of each part of a tensor. Raises ValueError unless they are all of them."""
     if not shape or shape[0] != sum(num_rows.values()):
@@ -101,18 +106,28 @@ def are_equal(tensor: StoredTensor, other: StoredTensor) -> bool:
 
 
 def shards(folder: Path) -> Iterator[Path]:
-    """The safetensors files of a model folder: those of the index if there is one, else the single file, else all."""
+    """The safetensors files of a model folder: the single file if there is one, else those of the index, else all.
+
+    So transformers chooses. A file of the index may be missing. Raises ValueError for a damaged index.
+    """
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        for name in names:
-            if Path(name).name != name:
-                raise ValueError(f"{index} names a file outside its folder: {name!r}")
-            yield folder / name
-    elif single.is_file():
+    if single.is_file():
         yield single
+    elif index.is_file():
+        yield from (folder / name for name in _names_in(index))
     else:
         yield from sorted(folder.glob("*.safetensors"))
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is damaged: {error!r}") from error
+    if outside:
+        raise ValueError(f"{index} names a file outside its folder: {outside[0]!r}")
+    return names
 
 
 # Names of a base's tensors: those of a model that was saved without its head, as for embeddings, lack a prefix, and

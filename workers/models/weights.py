@@ -13,6 +13,7 @@ from .stored_tensor import (
     has_other_head,
     lacks_head,
     named_in_full,
+    part_name,
     rows_of_parts,
     shards,
     stored_tensors,
@@ -115,15 +116,15 @@ class Checkpoint:
         if location is None:
             raise ValueError(f"{self._folder} has no tensor {name!r}, or two parts of the model need it")
         stored = location.file.get_slice(location.name)  # type: ignore[no-untyped-call]
-        stored_shape = tuple(stored.get_shape())
+        stored_shape, label = tuple(stored.get_shape()), location.name
         if location.rows is not None:
-            first, stop = location.rows
+            label, (first, stop) = part_name(name, label), location.rows
             stored_shape = (stop - first, *stored_shape[1:])
             start, end = rows or (0, stop - first)
             rows = (first + start, first + end)
         if stored_shape != shape:
-            raise ValueError(f"tensor {name!r} has shape {stored_shape}: config.json needs {shape}")
-        check_float(name, stored.get_dtype())
+            raise ValueError(f"tensor {label!r} has shape {stored_shape}: config.json needs {shape}")
+        check_float(label, stored.get_dtype())
         if not shape:
             tensor: torch.Tensor = location.file.get_tensor(location.name)  # type: ignore[no-untyped-call]
         elif columns is None:
