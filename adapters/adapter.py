@@ -284,6 +284,8 @@ class AdapterVersion:
     packed_bytes: int = 0  # of its pages on all workers of a gang; 0: from before they were recorded
     base: str = ""  # that its config names; empty: none, or from before it was recorded
     response_template: str = ""  # name of the form in which it writes calls and thoughts; empty: in the base's
+    # Of an activated LoRA: the base computes what stands before their last occurrence in a prompt. Empty: it is plain.
+    invocation_token_ids: tuple[int, ...] = ()
     # Of the record of the name that this was read from. They are no part of what the version is.
     revision: int = field(default=0, compare=False)  # of two records of a name the one with the higher is newer
     rollout: bytes = field(default=b"", compare=False, repr=False)  # JSON of a `Rollout`; empty: one without anything

@@ -82,6 +82,7 @@ class CheckedUpload:
     def __init__(self, process: ChildProcess, cpu_s: float, facts: UploadFacts) -> None:
         self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
         self.left_out, self.unknown_field, self.warnings = facts.left_out, facts.unknown_field, facts.warnings
+        self.invocation_token_ids = facts.invocation_token_ids
         self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True
@@ -218,6 +219,7 @@ class UploadService:
                 packed_bytes=packed_bytes(self._layouts, upload.module_ranks),
                 base=upload.base,
                 response_template=response_template,
+                invocation_token_ids=upload.invocation_token_ids,
                 activate=activate,
                 must_be_new=must_be_new,
                 note=note,

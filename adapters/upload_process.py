@@ -59,6 +59,7 @@ class UploadFacts(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
     base: str = ""  # that the config names; not of what was stored
     # As in `AdapterContent`; not of what was stored.
+    invocation_token_ids: tuple[int, ...] = ()
     left_out: str = ""
     unknown_field: str = ""
     warnings: tuple[str, ...] = ()
@@ -120,6 +121,7 @@ class Workbench:
         facts = structs.replace(
             _facts_of(content),
             base=named_base(config),
+            invocation_token_ids=content.invocation_token_ids,
             left_out=content.left_out,
             unknown_field=content.unknown_field,
             warnings=content.warnings,

@@ -35,6 +35,7 @@ class AdapterContent:
     left_out: str = ""
     unknown_field: str = ""
     warnings: tuple[str, ...] = ()
+    invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA: see `AdapterVersion`
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:
@@ -49,8 +50,10 @@ class AdapterContent:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, hex: equal for two uploads exactly when scalings, targets and tensors are equal, dtypes included."""
+        """SHA-256, hex: equal for two uploads exactly when scalings, targets, invocation, tensors and dtypes are."""
         hasher = sha256(b"motet adapter 1\n")
+        if self.invocation_token_ids:
+            hasher.update(json.dumps(["invocation", *self.invocation_token_ids]).encode() + b"\n")
         for (layer, module), letter, tensor, scaling in self._parts():
             facts = [layer, module, letter, DTYPE_NAMES[tensor.dtype], list(tensor.shape), scaling.hex()]
             hasher.update(json.dumps(facts).encode() + b"\n")

@@ -20,6 +20,7 @@ from .strict_json import parse_object
 # peft.py reads these, and they decide what is computed.
 COMPUTED = frozenset(
     {
+        "alora_invocation_tokens",
         "r",
         "lora_alpha",
         "use_rslora",
@@ -80,7 +81,6 @@ class Refused:
 # Where PEFT tests for truth. For other fields an empty object means the feature with its defaults.
 _EMPTY_IS_UNSET: tuple[Any, ...] = (None, False, [], {})
 REFUSED: Mapping[str, Refused] = {
-    "alora_invocation_tokens": Refused("activated LoRA (aLoRA)", unset=_EMPTY_IS_UNSET),
     "arrow_config": Refused("Arrow routing"),
     "fan_in_fan_out": Refused("transposed weights", "set it to false for bases of linear layers"),
     "kasa_config": Refused("KaSA, which changes the base's weights"),
@@ -142,6 +142,7 @@ def _is_one_of(value: Any, accepted: tuple[Any, ...]) -> bool:
     return any(type(value) is type(candidate) and value == candidate for candidate in accepted)
 
 
+MAX_INVOCATION = 64  # tokens of an activated LoRA's invocation: they are kept in records, and looked for in prompts
 MAX_PARAMETERS = 2048  # names in target_parameters: more than any base has
 MAX_BASE_CHARS = 512  # of the base's name, which is stored in records
 CONFIG_FILE = "adapter_config.json"
@@ -201,6 +202,7 @@ class LoraConfig:
     layers_pattern: tuple[str, ...]  # empty: any
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA; empty: it is a plain one
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
     def scaling(self, rank: int, alpha: float) -> float:
@@ -227,6 +229,7 @@ def parse_config(data: bytes) -> LoraConfig:
         alpha_pattern={
             key: _alpha(alpha, f"alpha_pattern[{quote(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
         },
+        invocation_token_ids=_invocation(config.get("alora_invocation_tokens")),
         unknown=unknown,
     )
 
@@ -350,6 +353,17 @@ def _parameters(config: Mapping[str, Any]) -> tuple[str, ...]:
     if len(names) > MAX_PARAMETERS:
         raise AdapterInvalid(f"target_parameters has {len(names)} names: at most {MAX_PARAMETERS} are accepted")
     return names
+
+
+def _invocation(value: Any) -> tuple[int, ...]:
+    if value is None or value is False or value == [] or value == {}:
+        return ()
+    are_ids = isinstance(value, list) and all(type(each) is int and 0 <= each < 1 << 31 for each in value)
+    if not are_ids or len(value) > MAX_INVOCATION:
+        raise AdapterInvalid(
+            f"alora_invocation_tokens = {quote(value)}: a list of at most {MAX_INVOCATION} token ids is needed"
+        )
+    return tuple(value)
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

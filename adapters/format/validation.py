@@ -278,7 +278,9 @@ def validate(
     # Of a base that takes pictures too they may be of vision.
     warnings = () if shape.is_wrapped else _unmatched(parsed, trained, prefix)
     warnings += parsed.unknown.warnings
-    return AdapterContent(matrices, num_experts, left_out, parsed.unknown.problem, warnings)
+    return AdapterContent(
+        matrices, num_experts, left_out, parsed.unknown.problem, warnings, parsed.invocation_token_ids
+    )
 
 
 def _by_layer(

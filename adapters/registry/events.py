@@ -88,6 +88,7 @@ class _Facts(msgspec.Struct):
     packed_bytes: int = 0  # none in records from before it was counted
     base: str = ""  # none in records from before it was kept
     response_template: str = ""
+    invocation_token_ids: tuple[int, ...] = ()
     revision: int = 0  # none in records from before versions had a history: those are older than all others
     rollout: msgspec.Raw = msgspec.Raw()
 
@@ -108,6 +109,8 @@ def encode_facts(adapter: AdapterVersion) -> str:
         facts["base"] = adapter.base
     if adapter.response_template:
         facts["response_template"] = adapter.response_template
+    if adapter.invocation_token_ids:
+        facts["invocation_token_ids"] = adapter.invocation_token_ids
     if adapter.rollout:
         facts["rollout"] = msgspec.Raw(adapter.rollout)
     return msgspec.json.encode(facts).decode()[1:]
@@ -129,6 +132,7 @@ def decode_adapter(field: str, record: str) -> AdapterVersion:
         packed_bytes=facts.packed_bytes,
         base=sys.intern(facts.base),
         response_template=sys.intern(facts.response_template),
+        invocation_token_ids=facts.invocation_token_ids,
         revision=facts.revision,
         rollout=bytes(facts.rollout),
     )

@@ -54,6 +54,7 @@ class NameRecords:
         packed_bytes: int = 0,
         base: str = "",
         response_template: str = "",
+        invocation_token_ids: tuple[int, ...] = (),
         activate: bool = True,
         must_be_new: bool = False,
         note: VersionNote | None = None,
@@ -91,7 +92,7 @@ class NameRecords:
                 if same is not None:
                     return state, last_version, same
             version = last_version + 1
-            facts = digest, module_ranks, num_bytes, now, packed_bytes, base, response_template
+            facts = (digest, module_ranks, num_bytes, now, packed_bytes, base, response_template, invocation_token_ids)
             upload = AdapterVersion(tenant, name, version, *facts)
             return with_upload(state, upload, new_note, activate=activate, now=now), version, None
 

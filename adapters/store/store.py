@@ -128,6 +128,7 @@ _LOG = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
 _NUM_EXPERTS = "num_experts"  # in a manifest, if each expert is packed at its own rank
+_INVOCATION = "invocation_token_ids"
 _MARK_FILE = "unreferenced"
 _PACKED_SUFFIX = ".packed"
 _BASE_FILE = "base"
@@ -183,6 +184,8 @@ class AdapterStore:
             manifest: dict[str, Any] = {"format": 1, "digest": content.digest, "scalings": scalings}
             if content.num_experts:
                 manifest[_NUM_EXPERTS] = content.num_experts
+            if content.invocation_token_ids:
+                manifest[_INVOCATION] = content.invocation_token_ids
             with replacing(folder / _MANIFEST_FILE, self._temporary) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
         return content
@@ -419,4 +422,5 @@ def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:
             file.tensor(tensor_name(layer, module, "B")),
             float.fromhex(scaling),
         )
-    return AdapterContent(matrices, int(manifest.get(_NUM_EXPERTS, 0)))
+    num_experts, invocation = int(manifest.get(_NUM_EXPERTS, 0)), tuple(manifest.get(_INVOCATION, ()))
+    return AdapterContent(matrices, num_experts, invocation_token_ids=invocation)

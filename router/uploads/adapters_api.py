@@ -76,6 +76,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int  # Unix time, seconds
     response_template: str = ""  # name of its format of calls and reasoning; empty: that of the base
+    invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA, after which it computes; empty: a plain one
     warnings: tuple[str, ...] = ()  # why its answers may differ from those in training
     object: Literal["adapter"] = "adapter"
 
@@ -306,6 +307,7 @@ class AdaptersApi:
             packed_bytes=adapter.packed_bytes,
             created_at=int(adapter.created_at),
             response_template=adapter.response_template,
+            invocation_token_ids=adapter.invocation_token_ids,
             warnings=self._base_warnings(adapter.base),
         )
 

@@ -181,4 +181,4 @@ def on_adapter(generation: GenerationRequest, version: AdapterVersion, model: st
 
 
 def adapter_ref(version: AdapterVersion) -> AdapterRef:
-    return AdapterRef(version.digest, dict(version.module_ranks))
+    return AdapterRef(version.digest, dict(version.module_ranks), version.invocation_token_ids)

@@ -89,7 +89,7 @@ def test_a_text_in_an_unknown_field_is_a_note() -> None:
 # For each field of LoraConfig: values other than the default that PEFT takes for a Llama, and the field that refuses an
 # adapter that was trained with them; None: its products are computed.
 SAVED: dict[str, tuple[dict[str, Any], str | None]] = {
-    "alora_invocation_tokens": ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+    "alora_invocation_tokens": ({"alora_invocation_tokens": [0, 1]}, None),  # the prompt's first ones: it computes all
     "alpha_pattern": ({"alpha_pattern": {"q_proj": 3}}, None),
     "arrow_config": ({}, None),  # made from several adapters, of which this is none
     "auto_mapping": ({}, None),  # PEFT's own

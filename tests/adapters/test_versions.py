@@ -62,6 +62,24 @@ async def test_a_history_keeps_versions_and_what_people_say_of_them(registry: Re
     assert (again.version, current.version, created) == (3, 2, False)
 
 
+async def test_each_version_keeps_its_invocation(registry: Registry) -> None:
+    """Of activated LoRA: as the current version, as another one, and as one that is current again."""
+    for number in range(1, MAX_VERSIONS + 4):
+        ids = (number, 7) if number % 2 else ()
+        await registry.names.register(
+            "acme", "x", **facts(number), invocation_token_ids=ids, activate=number not in (3, 4)
+        )
+    state = await registry.names.get("acme", "x")
+    for change in (lambda name, now: name, lambda name, now: name_state.promoted(name, "9", now)):
+        state = await registry.names.change("acme", "x", change)
+        check_integrity(state)
+        versions = {one.version: one.invocation_token_ids for one in versions_of(state.current)}
+        assert versions == {number: (number, 7) if number % 2 else () for number in versions}
+        assert len(versions) == MAX_VERSIONS
+    assert state.current.version == 9
+    assert (await registry.names.get("acme", "x")).current.invocation_token_ids == (9, 7)
+
+
 async def test_the_first_version_of_a_name_is_current(registry: Registry) -> None:
     with pytest.raises(VersionRefused, match="its first one is current"):
         await upload(registry, 1, activate=False)

@@ -71,7 +71,7 @@ class Stock:
             config = (folder / "adapter_config.json").read_bytes()
             content = validate(config, folder / "adapter_model.safetensors", model.shape)
             store.put(content, [layout])
-            refs[name] = AdapterRef(content.digest, content.module_ranks)
+            refs[name] = AdapterRef(content.digest, content.module_ranks, content.invocation_token_ids)
         return Stock(model_path, store_path, layout, block_size, refs)
 
     def num_pages(self, num_tokens: int, adapter: str | None) -> int:

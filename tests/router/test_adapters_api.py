@@ -82,6 +82,7 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
         "packed_bytes": 0,
         "created_at": 1700000000,
         "response_template": "",
+        "invocation_token_ids": [],
         "warnings": [],
         "object": "adapter",
     }

@@ -267,7 +267,5 @@ def test_targets_of_gpt_oss(tmp_path: Path) -> None:
     names = ["mlp.router.weight", "o_proj.weight"]
     ranks = validated("linear", target_modules=["q_proj"], target_parameters=names).module_ranks
     assert ranks == {"q_proj": 2, "o_proj": 2, "router": 2}
-    with pytest.raises(
-        AdapterInvalid, match=r"gate_up_proj.* mlp\.router\.weight and weights of linears"
-    ):
+    with pytest.raises(AdapterInvalid, match=r"gate_up_proj.* mlp\.router\.weight and weights of linears"):
         resolve_parameters(parse_config(b'{"peft_type": "LORA", "r": 2, "target_parameters": ["gate.bias"]}'), shape)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
-from motet.workers.wire.page_keys import KEY_BYTES, first_link, next_keys, short_key
+from motet.workers.wire.page_keys import KEY_BYTES, KeyChain, adapter_start, first_link, next_keys, short_key
 
 REQUEST = SequenceRequest(sequence_id=0, prompt_token_ids=[1], sampling=SamplingParams(), tenant="acme")
 tokens = st.lists(st.integers(0, 2**31), min_size=1, max_size=40)
@@ -52,3 +52,43 @@ def test_whose_it_is_is_part_of_the_key() -> None:
 def test_short_keys_are_64_bits() -> None:
     key = next_keys(first_link(REQUEST), [1, 2], 0, 2, 1)[0]
     assert short_key(key) == int.from_bytes(key[:8], "big") < 2**64
+
+
+def _activated(prompt: list[int], invocation: tuple[int, ...] = (7, 8), digest: str = "a" * 64) -> SequenceRequest:
+    return msgspec.structs.replace(REQUEST, prompt_token_ids=prompt, adapter=AdapterRef(digest, {}, invocation))
+
+
+SHIFTED = st.sampled_from([0, 1, 1 << 8, 1 << 16])  # with the same bytes at other places
+
+
+@given(st.lists(SHIFTED, max_size=40), st.lists(SHIFTED, min_size=1, max_size=3))
+def test_an_activated_adapter_starts_with_its_last_invocation(prompt: list[int], invocation: list[int]) -> None:
+    starts = [at for at in range(len(prompt)) if prompt[at : at + len(invocation)] == invocation]
+    assert adapter_start(_activated(prompt, tuple(invocation))) == (starts[-1] if starts else None)
+
+
+@given(st.lists(st.sampled_from([5, 6, 7, 8]), min_size=2, max_size=40), st.integers(1, 6), st.data())
+def test_pages_are_the_bases_up_to_the_one_in_which_the_adapter_starts(
+    prompt: list[int], block_size: int, data: st.DataObject
+) -> None:
+    num_keys = len(prompt) // block_size
+
+    def keys_of(request: SequenceRequest) -> list[bytes]:
+        keys: list[bytes] = []
+        chain = KeyChain.of(request, adapter_start(request), block_size)
+        chain.extend(keys, request.prompt_token_ids, block_size, data.draw(st.integers(0, num_keys)))
+        chain.extend(keys, request.prompt_token_ids, block_size, num_keys)
+        return keys
+
+    base = keys_of(msgspec.structs.replace(REQUEST, prompt_token_ids=prompt, adapter=None))
+    request = _activated(prompt)
+    start, keys = adapter_start(request), keys_of(request)
+    if start is None:
+        assert keys == base
+        return
+    plain = keys_of(msgspec.structs.replace(request, adapter=AdapterRef("a" * 64, {})))
+    num_base = start // block_size if start else 0
+    assert keys[:num_base] == base[:num_base]
+    assert not set(keys[num_base:]) & {*base}
+    assert keys == plain if start == 0 else not {*keys} & {*plain}
+    assert not set(keys[num_base:]) & {*keys_of(_activated(prompt, digest="b" * 64))}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,8 @@ def test_experts_in_blocks_of_four_bits_are_what_transformers_says(tmp_path: Pat
 def test_experts_whose_axes_are_in_another_order_are_refused(suffix: str, tmp_path: Path) -> None:
     (path,) = (path for path in FILES if path.stem == "mxfp4")
     tensors, expected, config = opened(path)
-    for axes in ((1, 2), (-1, 0), (-2, -1)):
-        transposed = changed(suffix, lambda x, axes=axes: x.transpose(*axes))(tensors)
+    for first, second in ((1, 2), (-1, 0), (-2, -1)):
+        transposed = changed(suffix, partial(torch.transpose, dim0=first, dim1=second))(tensors)
         if transposed[EXPERTS + suffix].shape != tensors[EXPERTS + suffix].shape:
             with pytest.raises(ValueError, match=rf"{suffix}' has shape "):
                 checkpoint(tmp_path, transposed, config).take(EXPERTS, tuple(expected.shape))

@@ -63,6 +63,7 @@ class BeamGroup:
                 root.stop_ids,
                 root.max_length,
                 full_layers=root.full_layers,
+                adapter_start=root.adapter_start,
                 num_adapter_pages=root.num_adapter_pages,
             )
             place.beams, place.sampling, place.counter = self, root.sampling, root.counter

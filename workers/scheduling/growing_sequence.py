@@ -21,7 +21,7 @@ from ..plan import INT32_BYTES, Int32s, PoolPlan, SamplePlan, ScorePlan, SeenTok
 from ..window_pages import FullLayers, GangLimits
 from ..wire.beams import BeamRules
 from ..wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUsage
-from ..wire.page_keys import PageKey
+from ..wire.page_keys import KeyChain, PageKey
 from ..wire.prompt_scores import packed_vector, pooled_positions, unpacked_vector
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ class GrowingSequence:
     num_counted_at_start: int = 0  # `num_counted` when its run began
     counter_at_start: float = 0.0  # its tenant's counter when its run began
     full_layers: FullLayers | None = None  # of the base
+    adapter_start: int = 0  # the first token that its adapter computes
     num_adapter_pages: int = 0
     num_places: int = 1  # that it takes among the sequences that may run at once
     prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
@@ -97,6 +98,7 @@ class GrowingSequence:
     num_recomputed_before: int = 0  # of these, those that the gang's counter has, or that another gang has computed
     num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
     tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
+    key_chain: KeyChain | None = None  # of its pages; None: they have no keys yet
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
     tail_link: PageKey | None = None  # the key before its last page, if others may copy what that has
     num_kept_pages: int = 0  # its first pages that are in the prefix cache
@@ -220,12 +222,19 @@ class GrowingSequence:
     def num_held_pages(self) -> int:
         return len(self.pages) - self.num_gone + len(self.dense_pages) + len(self.state_pages)
 
-    def num_that_fit(self, block_size: int) -> int:
-        """Tokens that the next plan could compute on the pages that the sequence has.
+    def adapter_of(self, position: int) -> str | None:
+        """Digest of the adapter that computes the token at this position; None: the base does."""
+        return self.adapter_digest if position >= self.adapter_start else None
 
-        Less than `num_unplanned` only for prompts that take pages as they give others back.
+    def num_that_fit(self, block_size: int) -> int:
+        """Tokens that the next plan could compute on the pages that the sequence has, all of them by one adapter.
+
+        Less than `num_unplanned` only for prompts that take pages as they give others back, and for what stands before
+        the invocation of an activated LoRA.
         """
-        return min(self.num_unplanned, len(self.pages) * block_size - self.next_position)
+        position = self.next_position
+        num_tokens = min(self.num_unplanned, len(self.pages) * block_size - position)
+        return num_tokens if position >= self.adapter_start else min(num_tokens, self.adapter_start - position)
 
     def hold(
         self,

@@ -16,7 +16,7 @@ from ..memory.page_allocator import Item
 from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
 from ..window_pages import GangLimits, pages_for
-from ..wire.page_keys import PageKey, dense_key, first_link, last_state, next_keys, state_key
+from ..wire.page_keys import KeyChain, PageKey, dense_key, last_state, state_key
 from .growing_sequence import GrowingSequence, StateSnapshot
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
@@ -94,9 +94,7 @@ class PrefixReuse:
         self._make_keys(sequence, 1)
         first = sequence.page_keys[0]
         if (donor := self._donor_of(first)) is not None:
-            max_common = min(num_keys, len(donor.page_keys))
-            num_common = _num_common_pages(sequence.token_ids, donor.token_ids, max_common, self._block_size)
-            sequence.page_keys = donor.page_keys[:num_common]
+            sequence.page_keys = donor.page_keys[: self._num_common_pages(sequence, donor, num_keys)]
         self._by_first_page[first] = sequence
         self.make_keys(sequence)
 
@@ -137,10 +135,17 @@ class PrefixReuse:
             return
         if len(donor.page_keys) < len(donor.token_ids) // self._block_size:
             return
-        max_common = min(num_keys, len(donor.page_keys))
-        num_common = _num_common_pages(sequence.token_ids, donor.token_ids, max_common, self._block_size)
+        num_common = self._num_common_pages(sequence, donor, num_keys)
         sequence.page_keys += donor.page_keys[len(sequence.page_keys) : num_common]
         self._num_keys_left -= _KEYS_OF_A_COPY
+
+    def _num_common_pages(self, sequence: GrowingSequence, donor: GrowingSequence, num_keys: int) -> int:
+        """The first pages, at most `num_keys`, of which the two have the same keys."""
+        max_common = min(num_keys, len(donor.page_keys))
+        chains = [self._chain(each) for each in (sequence, donor)]
+        if chains[0].adapter != chains[1].adapter:
+            max_common = min(max_common, *(chain.num_base_pages for chain in chains if chain.adapter))
+        return _num_common_pages(sequence.token_ids, donor.token_ids, max_common, self._block_size)
 
     def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> FoundPrefix | None:
         """The sequence's prefix in the pool; None: it should wait for the next pages, which are coming.
@@ -517,7 +522,9 @@ class PrefixReuse:
         key = sequence.page_keys[depth - 1]
         first = sequence.last_snapshot if state.is_of_answer else sequence.num_at_start
         num_blocks = depth - first // self._block_size
-        self._cache.insert_state(state.pages, state_key(key), depth, num_blocks, sequence.adapter_digest)
+        self._cache.insert_state(
+            state.pages, state_key(key), depth, num_blocks, sequence.adapter_of(state.position - 1)
+        )
         self._cache.release(state.pages)
         if not state.is_of_answer:
             self._offer_state(sequence, state.position)
@@ -584,7 +591,9 @@ class PrefixReuse:
         sources = sequence.pages[depths.start : depths.stop]
         key = self._next_dense_key(sequence)
         if key is not None:
-            self._cache.insert(page, key, depths.start, sequence.adapter_digest, len(depths))
+            self._cache.insert(
+                page, key, depths.start, sequence.adapter_of(depths.stop * self._block_size - 1), len(depths)
+            )
         pages = (*sources, page)
         self._cache.acquire(pages)
         self._copied_from.update(pages)
@@ -609,9 +618,10 @@ class PrefixReuse:
         self._make_keys(sequence, num_full)
         for depth in range(sequence.num_kept_pages, num_full):
             key = sequence.page_keys[depth]
-            if self._cache.insert(sequence.pages[depth], key, depth, sequence.adapter_digest):
+            start = depth * self._block_size
+            adapter = sequence.adapter_of(start + self._block_size - 1)
+            if self._cache.insert(sequence.pages[depth], key, depth, adapter):
                 self._tiers.offer((sequence.pages[depth],), key)
-                start = depth * self._block_size
                 token_ids = sequence.token_ids[start : start + self._block_size]
                 self._cache.index_content(key, self._link(sequence, depth), token_ids)
             if not (sequence.snapshots_at and depth + 1 == num_full and sequence.keeps_state(sequence.num_computed)):
@@ -884,17 +894,17 @@ class PrefixReuse:
         self._copies.append(PageCopy(page, sequence.pages[num_found]))
         return num_tokens
 
-    @staticmethod
-    def _link(sequence: GrowingSequence, depth: int) -> PageKey:
+    def _chain(self, sequence: GrowingSequence) -> KeyChain:
+        if sequence.key_chain is None:
+            sequence.key_chain = KeyChain.of(sequence.request, sequence.adapter_start, self._block_size)
+        return sequence.key_chain
+
+    def _link(self, sequence: GrowingSequence, depth: int) -> PageKey:
         """The key before the page at this depth."""
-        return sequence.page_keys[depth - 1] if depth else first_link(sequence.request)
+        return self._chain(sequence).link(sequence.page_keys, depth)
 
     def _make_keys(self, sequence: GrowingSequence, num_keys: int) -> None:
-        keys = sequence.page_keys
-        if len(keys) < num_keys:
-            link = keys[-1] if keys else first_link(sequence.request)
-            start = len(keys) * self._block_size
-            keys += next_keys(link, sequence.token_ids, start, self._block_size, num_keys - len(keys))
+        self._chain(sequence).extend(sequence.page_keys, sequence.token_ids, self._block_size, num_keys)
 
     def _stop_coming(self, sequence: GrowingSequence, key: PageKey) -> None:
         if self._pending.get(key) is sequence:

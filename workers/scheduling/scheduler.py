@@ -24,7 +24,7 @@ from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, PoolPlan, Samp
 from ..window_pages import GangLimits, pages_for
 from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
-from ..wire.page_keys import PageKey
+from ..wire.page_keys import PageKey, adapter_start
 from .beam_searches import BeamGroup, BeamSearches
 from .decodes import DecodePlanner
 from .gang_load import StepCounts, gang_load, tenant_share
@@ -146,6 +146,9 @@ class Scheduler:
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
+        start = adapter_start(request)
+        if start is None and request.adapter is not None:  # an activated LoRA that is not invoked: all is the base's
+            request = msgspec.structs.replace(request, adapter=None)
         ref, num_adapter_pages = request.adapter, 0
         if ref is not None:
             num_adapter_pages = self._adapters.num_pages_of(ref.digest) or self._pages_of_adapter(ref)
@@ -168,6 +171,7 @@ class Scheduler:
                 stop_ids(request, self._eos_token_ids),
                 longest,
                 full_layers=self._limits.full_layers,
+                adapter_start=start or 0,
                 num_adapter_pages=num_adapter_pages,
             )
             if request.beams is not None:

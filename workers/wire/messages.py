@@ -135,10 +135,13 @@ class AdapterRef(msgspec.Struct, frozen=True):
     """An adapter as the engine knows it: never a name.
 
     `module_ranks` maps a target module ("q_proj", …) to its largest rank over the layers; absent ones are not listed.
+    Of an activated LoRA (aLoRA, arXiv 2504.12397) the base computes what stands before the last `invocation_token_ids`
+    in the prompt; empty: it is a plain one, and computes all.
     """
 
     digest: str
     module_ranks: dict[str, int]
+    invocation_token_ids: tuple[int, ...] = ()
 
 
 class SamplingParams(ShapingParams, frozen=True, kw_only=True, omit_defaults=True):

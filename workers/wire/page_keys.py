@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import compress
 
@@ -28,20 +29,75 @@ def short_digest(digest: str) -> int:
 KEY_BYTES = 16
 PageKey = bytes  # of length KEY_BYTES, or with one byte more that of a recurrent state
 _STATE = b"s"
+_TOKEN_BYTES = 4  # of an id in what is hashed
 
 
-def first_link(request: SequenceRequest) -> PageKey:
-    """What the chain of a sequence's keys begins with. It is not the key of a page."""
-    digest = "" if request.adapter is None else request.adapter.digest
+def adapter_start(request: SequenceRequest) -> int | None:
+    """The first token of the prompt that the adapter computes; None: it computes none.
+
+    That is where the invocation of an activated LoRA begins for the last time, as in PEFT.
+    """
+    if request.adapter is None:
+        return None
+    invocation = request.adapter.invocation_token_ids
+    if not invocation:
+        return 0
+    # From the end, as bytes, of which `find` takes linear time in the worst case and `rfind` does not.
+    tokens, text = (array("I", ids).tobytes()[::-1] for ids in (request.prompt_token_ids, invocation))
+    at = tokens.find(text)
+    while at >= 0 and at % _TOKEN_BYTES:  # in the middle of a token
+        at = tokens.find(text, at + 1)
+    return None if at < 0 else len(request.prompt_token_ids) - len(invocation) - at // _TOKEN_BYTES
+
+
+def first_link(request: SequenceRequest, start: int | None = 0) -> PageKey:
+    """What the chain of a sequence's keys begins with. It is not the key of a page. `start`: see `adapter_start`."""
+    digest = request.adapter.digest if request.adapter is not None and start == 0 else ""
     parts = (request.tenant, request.cache_salt, digest)
     return blake2b("".join(f"{len(part)}:{part}" for part in parts).encode(), digest_size=KEY_BYTES).digest()
+
+
+@dataclass(frozen=True)
+class KeyChain:
+    """How keys of a sequence's pages begin, and with which page its adapter's begin.
+
+    Pages that the base has computed whole are those of the base's sequences. With the first page that is not, all go
+    by the adapter and by the token from which it computes.
+    """
+
+    first_link: PageKey
+    adapter: bytes = b""  # what the keys of its pages differ by; empty: nothing, or `first_link` does
+    num_base_pages: int = 0  # whose keys are not the adapter's
+
+    @staticmethod
+    def of(request: SequenceRequest, start: int | None, block_size: int) -> KeyChain:
+        """`start`: see `adapter_start`."""
+        link = first_link(request, start)
+        if request.adapter is None or not start:
+            return KeyChain(link)
+        return KeyChain(link, f"{request.adapter.digest} {start}".encode(), start // block_size)
+
+    def link(self, keys: Sequence[PageKey], depth: int) -> PageKey:
+        """The key before the page at this depth."""
+        link = keys[depth - 1] if depth else self.first_link
+        if self.adapter and depth == self.num_base_pages:
+            return blake2b(self.adapter, digest_size=KEY_BYTES, key=link).digest()
+        return link
+
+    def extend(self, keys: list[PageKey], token_ids: Sequence[int], block_size: int, num_keys: int) -> None:
+        """Adds the keys of the sequence's next full pages, up to `num_keys` in all."""
+        while len(keys) < num_keys:
+            is_base = self.adapter and len(keys) < self.num_base_pages
+            stop = min(num_keys, self.num_base_pages) if is_base else num_keys
+            link, start = self.link(keys, len(keys)), len(keys) * block_size
+            keys += next_keys(link, token_ids, start, block_size, stop - len(keys))
 
 
 def next_keys(link: PageKey, token_ids: Sequence[int], start: int, block_size: int, num_keys: int) -> list[PageKey]:
     """Keys of `num_keys` full pages, of which the first begins at token `start`. `link`: the key before them."""
     keys: list[PageKey] = []
     content = array("I", token_ids[start : start + num_keys * block_size]).tobytes()
-    page_bytes = 4 * block_size
+    page_bytes = _TOKEN_BYTES * block_size
     assert len(content) == num_keys * page_bytes, "a page's key needs all of its tokens"
     for first in range(0, len(content), page_bytes):
         link = blake2b(content[first : first + page_bytes], digest_size=KEY_BYTES, key=link).digest()

@@ -23,11 +23,11 @@ from .rollout import (
     Canary,
     Rollout,
     Shadow,
-    facts_of,
     rollout_of,
     selected,
     version_of,
     versions_of,
+    with_others,
 )
 
 Ending = Literal["promoted", "stopped", "superseded", "rolled_back"]
@@ -106,9 +106,8 @@ def with_upload(
     notes = _noted(state.notes, upload.version, note)
     if activate:
         return _trimmed(_with_current(replace(state, notes=notes), upload, now))
-    rollout = state.rollout
-    other_versions = (*rollout.others, facts_of(upload))
-    return _trimmed(replace(_with(state, others=other_versions), notes=notes))
+    rollout = with_others(state.rollout, state.rollout.others, upload)
+    return _trimmed(replace(_with_rollout(state, rollout), notes=notes))
 
 
 def promoted(state: NameState, selector: str | None, now: float) -> NameState:
@@ -200,13 +199,13 @@ def _with_current(state: NameState, target: AdapterVersion, now: float) -> NameS
         is_it = canary.version == target.version
         ending: Ending = "promoted" if is_it else "superseded"
         state = without_canary(state, ending, f"version {target.version} is current", now)
-    rollout = state.rollout
-    other_versions = (*(facts for facts in rollout.others if facts.version != target.version), facts_of(before))
+    others = [facts for facts in state.rollout.others if facts.version != target.version]
+    rollout = with_others(state.rollout, others, before)
     shadow = rollout.shadow
     if shadow is not None and shadow.version == target.version:
         shadow = None
     previous = (*(version for version in rollout.previous if version != target.version), before.version)
-    changed = structs.replace(rollout, others=_sorted(other_versions), previous=previous[-MAX_VERSIONS:], shadow=shadow)
+    changed = structs.replace(rollout, previous=previous[-MAX_VERSIONS:], shadow=shadow)
     return replace(state, current=replace(target, rollout=changed.json()))
 
 
@@ -218,22 +217,19 @@ def _trimmed(state: NameState) -> NameState:
     numbers_to_drop = {facts.version for facts in free[: max(0, len(free) + 1 - MAX_VERSIONS)]}
     if not numbers_to_drop:
         return state
-    other_versions = tuple(facts for facts in rollout.others if facts.version not in numbers_to_drop)
+    rollout = with_others(rollout, [facts for facts in rollout.others if facts.version not in numbers_to_drop])
     previous = tuple(version for version in rollout.previous if version not in numbers_to_drop)
     versions = {version: note for version, note in state.notes.versions.items() if version not in numbers_to_drop}
-    state = _with(state, others=other_versions, previous=previous)
+    state = _with_rollout(state, structs.replace(rollout, previous=previous))
     return replace(state, notes=structs.replace(state.notes, versions=versions))
 
 
 def _with(state: NameState, **changes: object) -> NameState:
-    rollout = structs.replace(state.rollout, **changes)
-    if "others" in changes:
-        rollout = structs.replace(rollout, others=_sorted(rollout.others))
+    return _with_rollout(state, structs.replace(state.rollout, **changes))
+
+
+def _with_rollout(state: NameState, rollout: Rollout) -> NameState:
     return replace(state, current=replace(state.current, rollout=rollout.json()))
-
-
-def _sorted(versions: tuple) -> tuple:  # type: ignore[type-arg]
-    return tuple(sorted(versions, key=lambda facts: facts.version))
 
 
 def _noted(notes: NameNotes, version: int, note: VersionNote) -> NameNotes:
@@ -248,6 +244,7 @@ def check_integrity(state: NameState) -> None:
     versions = [facts.version for facts in rollout.others]
     assert versions == sorted(set(versions)) and state.current.version not in versions
     all_versions = {*versions, state.current.version}
+    assert {*rollout.invocations} <= {*versions}, "of versions that are gone"
     assert rollout.pointed_to() <= all_versions, "something points to a version that is gone"
     assert len(versions) < MAX_VERSIONS + len(rollout.pointed_to()) + 1 and len(rollout.aliases) <= MAX_ALIASES
     for trial in (rollout.canary, rollout.shadow):

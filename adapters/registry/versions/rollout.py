@@ -6,7 +6,7 @@ JSON, which is small, and decoded for names that are in use: most names have non
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
@@ -55,6 +55,7 @@ class Shadow(msgspec.Struct, frozen=True):
 
 class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     others: tuple[VersionFacts, ...] = ()  # by version
+    invocations: Mapping[int, tuple[int, ...]] = {}  # token ids, of those of `others` that are activated LoRA
     previous: tuple[int, ...] = ()  # versions that were current before, the newest last
     aliases: Mapping[str, int] = {}
     canary: Canary | None = None
@@ -91,6 +92,20 @@ def _decode(rollout: bytes) -> Rollout:
 def rollout_of(current: AdapterVersion) -> Rollout:
     """What the record that a current version was read from says."""
     return _decode(current.rollout) if current.rollout else NOTHING
+
+
+def with_others(rollout: Rollout, others: Iterable[VersionFacts], addition: AdapterVersion | None = None) -> Rollout:
+    """With these versions, and `addition`, beside the current one."""
+    versions, invocations = [*others], {**rollout.invocations}
+    if addition is not None:
+        versions.append(facts_of(addition))
+        invocations[addition.version] = addition.invocation_token_ids
+    numbers = {facts.version for facts in versions}
+    return msgspec.structs.replace(
+        rollout,
+        others=tuple(sorted(versions, key=lambda facts: facts.version)),
+        invocations={version: ids for version, ids in invocations.items() if version in numbers and ids},
+    )
 
 
 def facts_of(adapter: AdapterVersion) -> VersionFacts:
@@ -140,6 +155,7 @@ def _adapter(current: AdapterVersion, facts: VersionFacts) -> AdapterVersion:
         packed_bytes=facts.packed_bytes,
         base=facts.base,
         response_template=facts.response_template,
+        invocation_token_ids=rollout_of(current).invocations.get(facts.version, ()),
         revision=current.revision,
     )
 
