@@ -146,6 +146,26 @@ def test_a_window_comes_back_from_host_memory_behind_dense_pages() -> None:
     assert worker.num_computed == before + 2
 
 
+def test_a_prefix_that_is_held_whole_leaves_less_room_for_adapters_than_was_to_be_expected() -> None:
+    """Copies that begin for one sequence hold more pages than it ever needs; the next one's adapter is loaded later."""
+    s, worker = rig(num_pages=44, tiers=TierSizes(host=200))
+    s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]  # copies are worth it
+    s.add(asking(0, PROMPT, max_tokens=1), 0)
+    run(s, worker)
+    s.add(asking(3, [9], max_tokens=12, adapter="b16"), 0)
+    for _ in range(3):
+        step(s, worker)
+    keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, BLOCK, 22)
+    s.memory.prefixes.forget([*map(dense_key, keys), *keys[20:]])
+    assert len(s.memory.prefixes.find(keys)) == 20 > s._limits.most_pages(len(PROMPT))
+    s.add(asking(1, PROMPT, max_tokens=9), 0)
+    s.add(asking(2, [7], max_tokens=1, adapter="a6"), 0)
+    plan = s.schedule()
+    assert [move.source for move in plan.moves] == ["host"] and not plan.loads
+    s.commit(plan, worker.execute(plan))
+    assert {update.sequence_id for update in run(s, worker) if update.finish_reason} == {1, 2, 3}
+
+
 def test_a_sequence_whose_numbers_are_not_finite_leaves_no_dense_page() -> None:
     s, worker = rig(num_pages=60)
     worker.broken.add(0)

@@ -24,7 +24,7 @@ from motet.tests.rigs.grammar_tokenizer import EOS, TOKENS, text_of, write_token
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.patience import PATIENCE_S, eventually
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
-from motet.workers.decoding.constraints import CompiledGrammars, Constraints, Vocabulary
+from motet.workers.decoding.constraints import CompiledGrammars, Constraint, Constraints, Vocabulary
 from motet.workers.wire.messages import SamplingParams, TokenRules
 
 pytestmark = pytest.mark.slow
@@ -183,14 +183,51 @@ def test_a_late_mask_preempts_a_sequence_whose_state_has_gone_on(
         assert counters.num_preemptions == counters.num_late_masks > 5
 
 
+def test_a_sequence_whose_state_has_gone_on_waits_for_its_late_mask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, however long that takes, and others go on meanwhile."""
+    hybrid, make_mask, held, num_made = made("qwen3_5", tmp_path), Constraint.make_mask, threading.Event(), 0
+
+    def slow(of: Constraint, vocabulary: Vocabulary) -> None:
+        nonlocal num_made
+        num_made += 1
+        if num_made == 3:
+            held.wait(PATIENCE_S)
+        make_mask(of, vocabulary)
+
+    with engine(hybrid, num_pages=400) as rig:
+        rig.submit(0, prompt_of(0), None, sampling_of(1))
+        rig.finish()
+        on_time = rig.outputs
+    monkeypatch.setattr(Constraint, "make_mask", slow)
+    with engine(hybrid, num_pages=400) as rig:
+        rig.submit(0, prompt_of(0), None, sampling_of(1))
+        rig.submit(1, prompt_of(1), None, SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True))
+        while not rig.outputs[1].ended:
+            rig.step()
+        assert len(rig.outputs[0].token_ids) == 2
+        counters = rig.engine.load().counters
+        assert counters.num_preemptions == counters.num_late_masks == 1
+        held.set()
+        rig.finish()
+        rig.assert_idle()
+        assert_same(on_time, rig.outputs)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_late_mask_makes_only_its_own_sequence_wait(
     stock: Stock, expected: dict[int, SequenceOutput], monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    take, generator = Constraints.take, random.Random(7)
+    take, generator, late = Constraints.take, random.Random(7), dict[int, int]()
 
     def late_by_chance(of: Constraints, wanted: Sequence[tuple[int, int]], is_over: Callable[[], bool]) -> Any:
-        return take(of, [each for each in wanted if generator.random() < 0.6], is_over)
+        assert all(late.get(each, index) == index for each, index in wanted), "a mask after a token that is not chosen"
+        in_time = [each for each in wanted if generator.random() < 0.6]
+        late.update({*wanted} - {*in_time})
+        for each, _ in in_time:
+            late.pop(each, None)
+        return take(of, in_time, is_over)
 
     monkeypatch.setattr(Constraints, "take", late_by_chance)
     with engine(stock, device) as rig:

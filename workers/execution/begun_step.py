@@ -28,7 +28,7 @@ class BegunStep:
 
         `late`: sequences whose token is dropped.
         """
-        self._sample_ids, self._choices, self._scores, self._late = sample_ids, choices, scores, late
+        self._sample_ids, self._choices, self._scores, self.late = sample_ids, choices, scores, late
         self._pooling = pooling
 
     @property
@@ -53,7 +53,7 @@ class BegunStep:
         if self._choices is None:
             return {}
         tokens = zip(self._sample_ids, sampled(self._choices.read()), strict=True)
-        return {sequence_id: token for sequence_id, token in tokens if sequence_id not in self._late}
+        return {sequence_id: token for sequence_id, token in tokens if sequence_id not in self.late}
 
     @cached_property
     def scores(self) -> dict[int, PromptScores | None]:

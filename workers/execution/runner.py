@@ -282,15 +282,23 @@ class Runner:
         if not inputs.samples:
             return BegunStep(scores=scores, pooling=pooling)
         counts = self.penalised.of(inputs.sample_ids) if plan.penalised else ()
-        masks, late = self._take_masks(inputs, logits.device, time.perf_counter()) if has_masks else ({}, frozenset())
+        masks, late = dict[int, TokenMask](), frozenset[int]()
+        if has_masks:
+            # Of sequences that this step was to be fed a token that the step before could not choose there are none.
+            unfed = before.late and before.late.intersection(s.sequence_id for s in plan.sequences if s.is_fed)
+            masks, late = self._take_masks(inputs, logits.device, time.perf_counter(), unfed)
         return BegunStep(inputs.sample_ids, begin_sample(logits, inputs.samples, counts, masks), scores, pooling, late)
 
     def _take_masks(
-        self, inputs: StepInputs | DeviceInputs, device: torch.device, began_at: float
+        self,
+        inputs: StepInputs | DeviceInputs,
+        device: torch.device,
+        began_at: float,
+        without: frozenset[int] = frozenset(),
     ) -> tuple[dict[int, TokenMask], frozenset[int]]:
         """Masks by row, and the sequences whose masks are late, which means not made when the forward pass ends. On a
         CPU that has ended already, so masks get a little more time than it took since `began_at`, and where layers
-        have a recurrent state `_STATE_GRACE_S` at least.
+        have a recurrent state `_STATE_GRACE_S` at least. None are awaited of the sequences `without`.
         """
         each = enumerate(zip(inputs.sample_ids, inputs.samples, strict=True))
         rows = {sequence_id: (row, sample.index) for row, (sequence_id, sample) in each if sample.is_constrained}
@@ -301,7 +309,8 @@ class Runner:
         is_over: Callable[[], bool] = lambda: time.perf_counter() > until  # noqa: E731
         if device.type == "cuda" and not has_states:
             is_over = torch.cuda.current_stream(device).record_event().query
-        masks_by_id = self.masks.take([(sequence_id, index) for sequence_id, (_, index) in rows.items()], is_over)
+        positions = [(sequence_id, index) for sequence_id, (_, index) in rows.items() if sequence_id not in without]
+        masks_by_id = self.masks.take(positions, is_over)
         late = frozenset(rows.keys() - masks_by_id.keys())
         return {rows[sequence_id][0]: mask for sequence_id, mask in masks_by_id.items()}, late
 

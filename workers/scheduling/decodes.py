@@ -14,7 +14,7 @@ from .beam_searches import BeamGroup, BeamSearches
 from .gang_load import StepCounts
 from .growing_sequence import GrowingSequence, StateSnapshot
 from .prefix_reuse import FoundPrefix, PrefixReuse
-from .prompt_planner import OlderSequences
+from .prompt_planner import OlderSequences, has_mask
 from .running_sequences import RunningSequences
 from .waiting_queue import WaitingQueue
 
@@ -76,7 +76,7 @@ class DecodePlanner:
             position = sequence.num_computed + sequence.num_planned  # of its newest token, which may not be known yet
             if position + 1 >= sequence.max_length:
                 continue  # that token is its last
-            if sequence.awaits_mask and not self._has_mask(sequence):
+            if sequence.awaits_mask and not has_mask(sequence, self._constraints):
                 sitting_out.append(sequence)
                 continue
             if self._counts.num_preemptions > num_preemptions and sequence.sequence_id not in self._running.by_id:
@@ -224,11 +224,6 @@ class DecodePlanner:
                 self._prefixes.copy_shared(source, target)
             beam.hold_state(pages)
         return True
-
-    def _has_mask(self, sequence: GrowingSequence) -> bool:
-        assert self._constraints is not None
-        sequence.awaits_mask = not self._constraints.is_ready(sequence.sequence_id)
-        return not sequence.awaits_mask
 
     def _condense_all(self) -> None:
         """Fills dense pages in place of pages of which only full layers see anything, at most _MOST_CONDENSED of them.

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice, tee
 
+from ..decoding.constraints import Constraints
 from ..fairness.page_times import PageTimes
 from ..fairness.prompt_budget import PromptBudget, Rank, divide_prompt_tokens, should_preempt
 from ..fairness.tenant_counters import (
@@ -55,6 +56,7 @@ class PromptPlanner:
         latency_mode: LatencyMode,
         times: PageTimes,
         clock: Callable[[], float] = time.perf_counter,
+        constraints: Constraints | None = None,
     ) -> None:
         self._counters, self._latency_mode, self._times = counters, latency_mode, times
         self._preempted: set[GrowingSequence] = set()  # in this step, so they do not start again in it
@@ -66,7 +68,7 @@ class PromptPlanner:
         self._taking_over: list[GrowingSequence] = []  # wait for a page that a sequence of less standing computes
         self._memory, self._prefixes, self._prefetcher = memory, prefixes, prefetcher
         self._waiting, self._running, self._limits = waiting, running, limits
-        self._clock = clock
+        self._clock, self._constraints = clock, constraints
 
     def plan_prompts(self, budget: PromptBudget, may_admit: bool, most_sequences: int) -> list[PlannedChunk]:
         """Plans chunks of at most so many running prompts, and of waiting sequences, which start now if `may_admit`.
@@ -222,6 +224,8 @@ class PromptPlanner:
         for sequence, older in islice(self._in_turn(turns, again), _MAX_LOOKED_AT):
             if sequence in self._preempted or not self._prefixes.make_keys(sequence):
                 continue
+            if sequence.awaits_mask and not has_mask(sequence, self._constraints):
+                continue
             if not self._prefixes.is_known(sequence):
                 if self._num_looked_up > _MOST_FOUND:
                     break
@@ -287,7 +291,8 @@ class PromptPlanner:
         """Up to _MAX_PREEMPTED ready sequences in order; of those with the same prefix one, as only one can start."""
         by_key: dict[PageKey | int, GrowingSequence] = {}
         for sequence in self._waiting.equipped_in_turn(notes_turns=True):
-            if sequence.awaits_page is None:
+            lacks_mask = sequence.awaits_mask and not has_mask(sequence, self._constraints)
+            if sequence.awaits_page is None and not lacks_mask:
                 by_key.setdefault(sequence.page_keys[-1] if sequence.page_keys else sequence.sequence_id, sequence)
             if len(by_key) == _MAX_PREEMPTED:
                 break
@@ -440,6 +445,13 @@ class PromptPlanner:
     def _has_adapter(self, sequence: GrowingSequence) -> bool:
         digest = sequence.adapter_digest
         return digest is None or self._memory.adapters.state(digest) is AdapterState.RESIDENT
+
+
+def has_mask(sequence: GrowingSequence, constraints: Constraints | None) -> bool:
+    """Whether the mask of a sequence whose mask was late is made."""
+    assert constraints is not None
+    sequence.awaits_mask = not constraints.is_ready(sequence.sequence_id)
+    return not sequence.awaits_mask
 
 
 class LatencyMode:

@@ -116,6 +116,7 @@ class Scheduler:
             self.latency_mode,
             self._times,
             clock,
+            constraints,
         )
         self._beams = BeamSearches(
             self.memory,
@@ -549,6 +550,7 @@ class Scheduler:
                         if each is not planned:  # no later plan computes it
                             each.drops.add(sequence)
                     self._preempt(sequence)
+                    sequence.awaits_mask = True  # else it would be preempted again and again until the mask is made
                     continue
                 num_tokens = lengths.get(sequence, 1)
                 sequence.put_back_late(num_tokens)
