@@ -187,6 +187,17 @@ def test_a_changed_key_is_followed_or_refused(name: str, tmp_path: Path, request
     assert not wrong, f"of {len(changes)} changes, (key, value, what transformers does): {wrong}"
 
 
+@pytest.mark.parametrize("name", ["llama4_stretched", "hunyuan_moe"])
+def test_the_epsilon_of_a_norm_behind_the_rotation_is_followed(name: str, tmp_path: Path) -> None:
+    """It is beside the amplitude of a stretched rotation, which the norm takes away else."""
+    base = write_model(name, tmp_path / "base")
+    raw = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 1.0}))
+    answer, expected = _Motet(tmp_path).logits(base), _transformers(base)
+    assert answer is not None and expected is not None
+    torch.testing.assert_close(answer, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])
 def test_a_head_beside_a_tied_embedding_is_the_embedding(name: str, tmp_path: Path) -> None:
     """Else transformers computes with the head, whatever the key says."""
