@@ -84,19 +84,20 @@ class RotaryConfig:
         return head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
 
     def num_rotated(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated, the first ones. Raises ValueError if there are none, or not enough.
+        """Dimensions of a head that are rotated, the first ones. Raises ValueError if there are none, or no pairs.
 
         They come in pairs: of an odd share, as in transformers, one more is rotated. With `proportional` all are: those
         of the share, and the others by angles of 0.
         """
         number = self.num_dimensions(head_dim)
-        rotated = number + number % 2
-        if not 0 < rotated <= head_dim or (number % 2 and self.kind == "yarn"):
+        if head_dim % 2:  # those that are not rotated have places in pairs, too
+            raise ValueError(f"heads of {head_dim} dimensions are not supported: an even number is needed")
+        if number == 0 or (number % 2 and self.kind == "yarn"):
             raise ValueError(
                 f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: at least "
-                "1 is needed, and an even number if it is all or rope_type is 'yarn'"
+                "1 is needed, and an even number if rope_type is 'yarn'"
             )
-        return rotated
+        return number + number % 2
 
     @property
     def longest(self) -> float | None:
