@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
+from motet.kernels.norms import ACTIVATIONS, UNGATED
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import VARIANTS, WRAPPED, write_model
 from motet.workers.models.config import ModelConfig
@@ -67,6 +68,8 @@ def _values(key: str, value: Any, num_layers: int) -> Iterator[Any]:
         yield from (0, 1, value + 1, value * 2, float(value))
     elif isinstance(value, float):
         yield from (value * 3, 0.0, str(value))
+    if key in ("hidden_act", "hidden_activation", "mlp_hidden_act", "mamba_hidden_act"):
+        yield from (name for name in (*ACTIVATIONS, *UNGATED) if name != value)
     if key == "layer_types":
         yield from (["sliding_attention"], ["full_attention"] * num_layers, ["sliding_attention"] * num_layers)
         yield from (["chunked_attention"] * num_layers, ["full_attention"] * (num_layers + 1))
@@ -185,6 +188,35 @@ def test_a_changed_key_is_followed_or_refused(name: str, tmp_path: Path, request
         if expected is None or not torch.allclose(answer, expected, atol=TOLERANCE, rtol=0):
             wrong.append((key, "absent" if value is _ABSENT else value, "refused" if expected is None else "other"))
     assert not wrong, f"of {len(changes)} changes, (key, value, what transformers does): {wrong}"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("glm4", {"head_dim": 23}, "heads of 23 dimensions are not supported: an even number is needed"),
+        ("minimax_m2", {"head_dim": 25}, "heads of 25 dimensions are not supported: an even number is needed"),
+        ("nemotron_h", {"head_dim": 15}, "heads of 15 dimensions are not supported: an even number is needed"),
+        ("falcon_h1", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh': .* 'silu' alone"),
+        ("granite_hybrid", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act = 'gelu_pytorch_tanh': .* 'silu' alone"),
+    ],
+)
+def test_what_is_not_computed_is_refused(name: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    base = write_model(name, tmp_path / "base")
+    raw = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_folder(base)
+
+
+@pytest.mark.parametrize("name", ["llama4_stretched", "hunyuan_moe"])
+def test_the_epsilon_of_a_norm_behind_the_rotation_is_followed(name: str, tmp_path: Path) -> None:
+    """It is beside the amplitude of a stretched rotation, which the norm takes away else."""
+    base = write_model(name, tmp_path / "base")
+    raw = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(raw | {"rms_norm_eps": 1.0}))
+    answer, expected = _Motet(tmp_path).logits(base), _transformers(base)
+    assert answer is not None and expected is not None
+    torch.testing.assert_close(answer, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral"])

@@ -11,7 +11,7 @@ from .latent_attention import AbsorbedWeights, LatentAttention
 from .latent_config import LatentConfig
 from .layer_reader import LayerReader, StoredWeight, load_norm
 from .layers import Attention, HeadNorm, LoraLinear, RecurrentMixer
-from .rotary_config import NO_ROTARY, QUERY_SCALING
+from .rotary_config import NO_ROTARY, NORM_AMPLITUDE, QUERY_SCALING
 from .sharding import Range
 
 
@@ -132,15 +132,16 @@ def _head_norm(reader: LayerReader, has_kv: bool, device: torch.device) -> HeadN
     if not config.qk_norm:
         return None
     ones = torch.ones(config.head_dim, device=device)
+    rotated_eps = config.norm_eps / config.rotaries[layer].options.get(NORM_AMPLITUDE, 1.0) ** 2
     if not config.family.qk_norm_has_weights:
         # Behind the rotation it would be the same, since that leaves the norm as it is.
         if config.rotaries[layer].kind == NO_ROTARY:
             return None
-        return HeadNorm(ones, ones, config.norm_eps)
+        return HeadNorm(ones, ones, rotated_eps)
     if config.family.qk_norm_is_centred:
         return HeadNorm(ones, ones, config.norm_eps, of_columns=_column_weights(reader))
     if config.family.qk_norm_is_last:  # the weights are in `_query_factors`
-        return HeadNorm(ones, ones, config.norm_eps)
+        return HeadNorm(ones, ones, rotated_eps)
     dim, spans = config.layer_sizes.head_dims[layer], config.family.qk_norm_spans_heads
     kv_heads = config.layer_sizes.num_kv_heads[layer], reader.sharding.kv_heads_of(layer)
     of_q, of_k = config.family.head_norms

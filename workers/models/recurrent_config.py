@@ -286,6 +286,7 @@ def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig
     if family.recurrent is None:
         return None
     if family.recurrent == "parallel_mamba":
+        _check_activation(values, family)
         return _mamba(values, (True,) * values["num_hidden_layers"])
     layers = recurrent_layers(values)
     if family.has_halves:
@@ -306,12 +307,17 @@ def read_recurrent(values: Mapping[str, Any], family: Family) -> RecurrentConfig
     if family.recurrent == "short_convolution":
         bias = values["conv_bias"]
         return ConvolutionConfig(layers, values["conv_L_cache"], "conv", bias, bias, values["hidden_size"])
+    _check_activation(values, family)
+    return mamba or _delta(values, family, layers)
+
+
+def _check_activation(values: Mapping[str, Any], family: Family) -> None:
+    """Raises ValueError for one with which the convolution before a recurrent state is not computed."""
     if values[family.activation_key] != "silu":
         raise ValueError(
             f"{family.activation_key} = {values[family.activation_key]!r}: layers with a recurrent state are "
             "computed with 'silu' alone"
         )
-    return mamba or _delta(values, family, layers)
 
 
 def _delta(values: Mapping[str, Any], family: Family, layers: tuple[bool, ...]) -> DeltaConfig:

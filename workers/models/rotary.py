@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from .rotary_config import CHUNK_SCALING, LONGROPE, NO_ROTARY, PROPORTIONAL, QUERY_SCALING, RotaryConfig
+from .rotary_config import (
+    CHUNK_SCALING,
+    LONGROPE,
+    NO_ROTARY,
+    PROPORTIONAL,
+    QUERY_SCALING,
+    RotaryConfig,
+    yarn_amplitude,
+)
 
 
 def rotary_tables(
@@ -107,14 +115,4 @@ def _yarn(plain: torch.Tensor, config: RotaryConfig, head_dim: int) -> tuple[tor
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
     own_share, wavelengths = 1 - ramp, config.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     frequencies = 1.0 / (factor * wavelengths) * (1 - own_share) + plain * own_share
-
-    def amplitude_of(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    amplitude = options.get("attention_factor")
-    if amplitude is None:
-        if options.get("mscale") and options.get("mscale_all_dim"):
-            amplitude = amplitude_of(options["mscale"]) / amplitude_of(options["mscale_all_dim"])
-        else:
-            amplitude = amplitude_of(1.0)
-    return frequencies, amplitude
+    return frequencies, yarn_amplitude(options)

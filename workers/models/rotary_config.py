@@ -33,6 +33,7 @@ _TYPE_KEYS = ("rope_type", "type")
 _AXES_KEYS = ("mrope_section", "mrope_interleaved")
 _NOTES = frozenset({"finetuned", "max_position_embeddings"})  # of published files; nothing computes with them
 CHUNK_SCALING = ("attn_scale", "floor_scale")  # likewise, of layers without a rotary embedding (Llama 4)
+NORM_AMPLITUDE = "norm_amplitude"  # of q and k where a norm behind the embedding gets them
 QUERY_SCALING = "llama_4_scaling_beta"  # of families whose queries are scaled by their position
 
 
@@ -83,19 +84,20 @@ class RotaryConfig:
         return head_dim if self.kind == PROPORTIONAL else int(head_dim * self.share)
 
     def num_rotated(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated, the first ones. Raises ValueError if there are none, or not enough.
+        """Dimensions of a head that are rotated, the first ones. Raises ValueError if there are none, or no pairs.
 
         They come in pairs: of an odd share, as in transformers, one more is rotated. With `proportional` all are: those
         of the share, and the others by angles of 0.
         """
         number = self.num_dimensions(head_dim)
-        rotated = number + number % 2
-        if not 0 < rotated <= head_dim or (number % 2 and self.kind == "yarn"):
+        if head_dim % 2:  # those that are not rotated have places in pairs, too
+            raise ValueError(f"heads of {head_dim} dimensions are not supported: an even number is needed")
+        if number == 0 or (number % 2 and self.kind == "yarn"):
             raise ValueError(
                 f"partial_rotary_factor = {self.share:g} rotates {number} of a head's {head_dim} dimensions: at least "
-                "1 is needed, and an even number if it is all or rope_type is 'yarn'"
+                "1 is needed, and an even number if rope_type is 'yarn'"
             )
-        return rotated
+        return number + number % 2
 
     @property
     def longest(self) -> float | None:
@@ -202,10 +204,28 @@ def with_stretched_theta(raw: Mapping[str, Any], head_dim: int, default_theta: f
     return {**raw, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": stretched}}
 
 
+def yarn_amplitude(options: Mapping[str, float]) -> float:
+    """The amplitude of YaRN, by which cosines and sines are multiplied."""
+
+    def of(scale: float) -> float:
+        return 0.1 * scale * math.log(options["factor"]) + 1.0 if options["factor"] > 1 else 1.0
+
+    if (amplitude := options.get("attention_factor")) is not None:
+        return amplitude
+    if options.get("mscale") and options.get("mscale_all_dim"):
+        return of(options["mscale"]) / of(options["mscale_all_dim"])
+    return of(1.0)
+
+
 def without_amplitude(rotaries: Sequence[RotaryConfig]) -> tuple[RotaryConfig, ...]:
-    """The same of families that norm behind the embedding, which takes an amplitude away."""
+    """The same of families that norm behind the embedding, which takes an amplitude away, but for its epsilon."""
     return tuple(
-        replace(rotary, options={**rotary.options, "attention_factor": 1.0}) if rotary.kind == "yarn" else rotary
+        replace(
+            rotary,
+            options={**rotary.options, "attention_factor": 1.0, NORM_AMPLITUDE: yarn_amplitude(rotary.options)},
+        )
+        if rotary.kind == "yarn"
+        else rotary
         for rotary in rotaries
     )
 
