@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from .experts import ExpertGroups
+
 # What a code stands for: itself; one of the 16 floats of four bits (OCP MX 1.0: two bits of exponent, one of mantissa);
 # a float8_e4m3fn, which the tensor of codes then has.
 Numbers = Literal["uint4", "int8", "uint8", "float4", "float8"]
@@ -75,17 +77,17 @@ class QuantisedWeight:
         return QuantisedWeight((wide / scales).round().to(torch.int8), "int8", scales, None, weight.shape[1], True)
 
 
+def are_alike(weights: Sequence[QuantisedWeight]) -> bool:
+    """Whether their outputs could be those of one weight."""
+    kinds = {(each.numbers, each.group_size, each.rounds_inputs, each.zeros is None) for each in weights}
+    return len(weights) == 1 or (len(kinds) == 1 and all(weight.group_of is None for weight in weights))
+
+
 def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
     """The outputs of all, side by side; None: they are not stored alike."""
     first = weights[0]
-    if len(weights) == 1:
-        return first
-    for weight in weights:
-        kind, first_kind = (
-            (each.numbers, each.group_size, each.rounds_inputs, each.zeros is None) for each in (weight, first)
-        )
-        if kind != first_kind or weight.group_of is not None:
-            return None
+    if len(weights) == 1 or not are_alike(weights):
+        return first if len(weights) == 1 else None
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     return replace(
         first,
@@ -104,6 +106,9 @@ class QuantisedKernels(Protocol):
     def pack(self, weight: QuantisedWeight) -> Any | None:
         """The weight as `linear` reads it; None: it cannot multiply such weights, which are to be dequantised."""
 
+    def pack_experts(self, weights: Sequence[QuantisedWeight]) -> Any | None:
+        """Weights `[out, in]` of a layer's experts as `expert_linear` reads them; None: it cannot multiply such."""
+
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """x weightᵀ + bias, `[rows, out]` of x `[rows, in]`, in x's dtype; `weight` is what `pack` returned.
 
@@ -114,5 +119,10 @@ class QuantisedKernels(Protocol):
         float32.
         """
 
+    def expert_linear(
+        self, x: torch.Tensor, weight: Any, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `experts.ExpertKernels.linear`; `weight` is what `pack_experts` returned."""
+
     def takes(self, weight: Any) -> bool:
-        """Whether `pack` returned it; else it is a weight of the kernels' other linears."""
+        """Whether `pack` or `pack_experts` returned it; else it is a weight of the kernels' other linears."""

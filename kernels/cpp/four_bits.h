@@ -1,6 +1,7 @@
 // Linear layers on weights of four bits, packed by ../native/quantised_linear.py. The contract is ../quantised.py.
 //
-// Each code stands for one of 16 numbers, less a zero point of its group of inputs, times the group's scale. A
+// Each code stands for one of 16 numbers, less a zero point of its group of inputs, times the group's scale, which is a
+// float, or of eight bits if all are powers of two. A
 // word has the codes of eight inputs of an output: of even ones in its low half, of odd ones in its high half, the first
 // ones lowest. x keeps its dtype, and sums of a group are floats.
 #pragma once
@@ -30,6 +31,20 @@ inline Floats widen_bytes(const int8_t* from) {
 #else
     float wide[kLanes];
     for (int i = 0; i < kLanes; i++) wide[i] = float(from[i]);
+    return load(wide);
+#endif
+}
+
+// Powers of two by their exponents, more by 127.
+inline Floats widen_exponents(const uint8_t* from) {
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 23));
+#else
+    uint32_t bits[kLanes];
+    float wide[kLanes];
+    for (int i = 0; i < kLanes; i++) bits[i] = uint32_t(from[i]) << 23;
+    std::memcpy(wide, bits, sizeof wide);
     return load(wide);
 #endif
 }
@@ -112,8 +127,9 @@ struct CodeCall {
     const typename Outputs<T>::Input* x;  // by tiles: what is multiplied at once of all rows of a tile, then the next
     const float* x_sums;                  // [rows, parts]: of a part's inputs; null: there are no zero points
     const uint32_t* weight;
-    const float* scales;  // [panels, groups, outputs of a panel]
-    const int8_t* zeros;  // likewise; none: null
+    const float* scales;       // [panels, groups, outputs of a panel]; null: they are powers of two
+    const uint8_t* exponents;  // of these, more by 127
+    const int8_t* zeros;       // likewise; none: null
     const float* table;
     const T* bias;  // none: null
     Y* y;
@@ -192,9 +208,10 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
     const int64_t at = (panel * num_groups + part.group) * kNarrowOutputs + vector * kLanes;
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) {
-        const Floats scale = load(call.scales + at + v * kLanes);
+        const int64_t lanes = at + v * kLanes;
+        const Floats scale = call.scales ? load(call.scales + lanes) : widen_exponents(call.exponents + lanes);
         Floats zeros = {};
-        if (call.zeros) zeros = widen_bytes(call.zeros + at + v * kLanes);
+        if (call.zeros) zeros = widen_bytes(call.zeros + lanes);
 #pragma GCC unroll 12
         for (int m = 0; m < kRows; m++) {
             float* total = totals + ((row + m) * kNarrowVectors + vector + v) * kLanes;
@@ -216,11 +233,12 @@ void codes_tile_of(const CodeCall<T, Y>& call, int64_t panel, const CodePart& pa
     }
 }
 
-// Some tiles of the rows of a call, which are about equally high.
+// The tiles of a group of rows, which are about equally high.
 struct CodeTiles {
-    int64_t num_rows, count;  // of all
-    explicit CodeTiles(int64_t num_rows) : num_rows(num_rows), count((num_rows + kCodeRows - 1) / kCodeRows) {}
-    int64_t row(int64_t tile) const { return num_rows * tile / count; }
+    int64_t first, num_rows, count;
+    CodeTiles(int64_t first, int64_t stop)
+        : first(first), num_rows(stop - first), count((num_rows + kCodeRows - 1) / kCodeRows) {}
+    int64_t row(int64_t tile) const { return first + num_rows * tile / count; }
 };
 
 // Keeps the numbers of a part of a panel, where registers hold no sums beside the table.
@@ -240,10 +258,10 @@ void keep_numbers(const CodeCall<T, Y>& call, int64_t panel, const CodePart& par
     }
 }
 
-// Computes tiles `first` to `last` for panels `start` to `stop` of outputs.
+// Computes tiles `first` to `last` for panels `start` to `stop` of outputs, of which the first is of panel `zeroth`.
 template <class T, class Y>
 void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t first, int64_t last, int64_t start,
-                  int64_t stop) {
+                  int64_t stop, int64_t zeroth) {
     typedef typename Outputs<T>::Input Input;
     static thread_local std::vector<Input> kept(size_t(kPartInputs * kNarrowOutputs));
     static thread_local std::vector<float> spare;
@@ -260,7 +278,7 @@ void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t fi
                                          totals, keeps ? kept.data() : nullptr, tile == first && !keeps_first);
         });
         for (int v = 0; v < kNarrowVectors; v++) {
-            const int64_t column = (panel * kNarrowVectors + v) * kLanes, count = call.num_out - column;
+            const int64_t column = ((panel - zeroth) * kNarrowVectors + v) * kLanes, count = call.num_out - column;
             if (count <= 0) break;
             const Floats bias = call.bias ? load(call.bias + column, count) : Floats{};
             for (int64_t row = first_row; row < first_row + num_rows; row++) {
@@ -271,38 +289,55 @@ void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t fi
     }
 }
 
+// Groups of rows, each of which has a weight of its own: group g has rows `offsets[g]` to `offsets[g + 1]`.
+struct RowGroups {
+    const int64_t* offsets;
+    int64_t count;
+    int64_t num_rows() const { return offsets[count]; }
+    CodeTiles tiles(int64_t group) const { return {offsets[group], offsets[group + 1]}; }
+    bool are_single_rows() const {
+        for (int64_t group = 0; group < count; group++)
+            if (offsets[group + 1] - offsets[group] > 1) return false;
+        return true;
+    }
+};
+
 // The rows of x in the order in which tiles read them, in `to`.
 template <class T>
-void order_inputs(const T* x, int64_t x_stride, const CodeTiles& tiles, int64_t num_in, typename Outputs<T>::Input* to,
+void order_inputs(const T* x, int64_t x_stride, const RowGroups& groups, int64_t num_in, typename Outputs<T>::Input* to,
                   int num_threads) {
     typedef typename Outputs<T>::Input Input;
     constexpr int64_t kDepth = Outputs<T>::kDepth;
-    share_rows(num_in / kCodes, kCodes * tiles.num_rows, num_threads, [&](int64_t start, int64_t end) {
-        for (int64_t tile = 0; tile < tiles.count; tile++) {
-            const int64_t first = tiles.row(tile), rows = tiles.row(tile + 1) - first;
-            for (int64_t m = 0; m < rows; m++) {
-                const T* from = x + (first + m) * x_stride;
-                Input* own = to + first * num_in + m * kDepth;
-                for (int64_t i = start * kCodes; i < end * kCodes; i += kDepth)
-                    for (int64_t d = 0; d < kDepth; d++) assign(own[i * rows + d], to_float(from[i + d]));
+    share_rows(num_in / kCodes, kCodes * groups.num_rows(), num_threads, [&](int64_t start, int64_t end) {
+        for (int64_t group = 0; group < groups.count; group++) {
+            const CodeTiles tiles = groups.tiles(group);
+            for (int64_t tile = 0; tile < tiles.count; tile++) {
+                const int64_t first = tiles.row(tile), rows = tiles.row(tile + 1) - first;
+                for (int64_t m = 0; m < rows; m++) {
+                    const T* from = x + (first + m) * x_stride;
+                    Input* own = to + first * num_in + m * kDepth;
+                    for (int64_t i = start * kCodes; i < end * kCodes; i += kDepth)
+                        for (int64_t d = 0; d < kDepth; d++) assign(own[i * rows + d], to_float(from[i + d]));
+                }
             }
         }
     });
 }
 
-// y = x Wᵀ + bias of weights of four bits; `num_in` and `group_size` are multiples of eight.
+// y = x Wᵀ + bias of weights of four bits, those of groups one behind the other, each in whole panels, as their biases.
+// `num_in` and `group_size` are multiples of eight.
 template <class T, class Y>
-void linear_of_codes(const T* x, int64_t x_stride, int64_t num_rows, CodeCall<T, Y> call, int num_threads) {
+void linear_of_codes(const T* x, int64_t x_stride, const RowGroups& groups, CodeCall<T, Y> call, int num_threads) {
     typedef typename Outputs<T>::Input Input;
+    const int64_t num_rows = groups.num_rows();
     if (num_rows == 0) return;
     static thread_local std::vector<Input> ordered;
     static thread_local std::vector<float> kept_sums;
-    const CodeTiles tiles(num_rows);
     if constexpr (std::is_same<T, Input>::value)
-        if (num_rows == 1) call.x = x;  // it is in order
+        if ((num_rows == 1 || x_stride == call.num_in) && groups.are_single_rows()) call.x = x;  // they are in order
     if (!call.x) {
         ordered.resize(std::max(ordered.size(), size_t(num_rows * call.num_in)));
-        order_inputs(x, x_stride, tiles, call.num_in, ordered.data(), num_threads);
+        order_inputs(x, x_stride, groups, call.num_in, ordered.data(), num_threads);
         call.x = ordered.data();
     }
     call.num_parts = each_part(call.num_in, call.group_size, [](const CodePart&) {});
@@ -322,10 +357,16 @@ void linear_of_codes(const T* x, int64_t x_stride, int64_t num_rows, CodeCall<T,
     }
     const int64_t num_panels = (call.num_out + kNarrowOutputs - 1) / kNarrowOutputs;
     const int64_t near = std::max(kLeastBlock, kNearInputs / std::max<int64_t>(1, call.num_in)) / kCodeRows;
-    share_ranges(num_panels, blocks_of(num_panels, num_threads), num_threads, [&](int64_t start, int64_t stop) {
-        for (int64_t tile = 0; tile < tiles.count; tile += near)
-            codes_panels(call, tiles, tile, std::min(tile + near, tiles.count), start, stop);
-    });
+    share_groups(groups.offsets, groups.count, num_panels, num_threads,
+                 [&](int64_t group, int64_t start, int64_t stop) {
+                     const CodeTiles tiles = groups.tiles(group);
+                     const int64_t zeroth = group * num_panels;
+                     CodeCall<T, Y> own = call;
+                     if (own.bias) own.bias += group * call.num_out;
+                     for (int64_t tile = 0; tile < tiles.count; tile += near)
+                         codes_panels(own, tiles, tile, std::min(tile + near, tiles.count), zeroth + start,
+                                      zeroth + stop, zeroth);
+                 });
 }
 
 }  // namespace motet
