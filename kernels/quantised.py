@@ -6,6 +6,7 @@ inputs share: `(number - zero) * scale`, computed in float32. That is what the f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -59,15 +60,20 @@ class QuantisedWeight:
         return replace(self, codes=self.codes[chosen], scales=self.scales[chosen], zeros=zeros)
 
     def columns(self, start: int, stop: int) -> QuantisedWeight:
-        """Inputs from `start` to `stop`, with the scales of all groups where the first is not the first of a group."""
+        """Inputs from `start` to `stop`, in smaller groups where the first is not the first of a group."""
         codes = self.codes[:, start:stop]
         if self.scales.shape[1] == 1:
             return replace(self, codes=codes, group_size=stop - start, group_of=None)
-        if self.group_of is not None or start % self.group_size:
-            return replace(self, codes=codes, group_of=self._groups()[start:stop])
-        part = slice(start // self.group_size, -(-stop // self.group_size))
-        zeros = None if self.zeros is None else self.zeros[:, part]
-        return replace(self, codes=codes, scales=self.scales[:, part], zeros=zeros)
+        if self.group_of is not None:
+            return replace(self, codes=codes, group_of=self.group_of[start:stop])
+        group_size = math.gcd(start, self.group_size)
+
+        def part(of_groups: torch.Tensor) -> torch.Tensor:
+            smaller = of_groups.repeat_interleave(self.group_size // group_size, 1)
+            return smaller[:, start // group_size : -(-stop // group_size)]
+
+        zeros = None if self.zeros is None else part(self.zeros)
+        return replace(self, codes=codes, scales=part(self.scales), zeros=zeros, group_size=group_size)
 
     @staticmethod
     def of_eight_bits(weight: torch.Tensor) -> QuantisedWeight:

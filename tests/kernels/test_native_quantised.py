@@ -308,6 +308,16 @@ def test_weights_that_are_to_be_dequantised(native: tuple[Kernels, torch.dtype])
     assert joined([codes, replace(codes, zeros=None)]) is None
 
 
+def test_inputs_that_begin_within_a_group_have_smaller_groups(native: tuple[Kernels, torch.dtype]) -> None:
+    weight = of_codes(40, 160, 32, "uint4", True)
+    whole = weight.dequantised()
+    for start, stop, group_size in ((48, 160, 16), (56, 96, 8), (0, 80, 32), (4, 64, 4), (32, 100, 32)):
+        part = weight.columns(start, stop)
+        assert part.group_size == group_size and torch.equal(part.dequantised(), whole[:, start:stop])
+    check(native, weight.columns(48, 160), 5, has_bias=True)
+    check(native, weight.columns(56, 96), 30, has_bias=False)
+
+
 @pytest.mark.parametrize("build", BUILDS, ids=str)
 def test_a_step_as_one_program_computes_what_the_calls_compute(build: Build) -> None:
     dtype, kernels = build[0], load_build(build)
