@@ -103,7 +103,7 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         int64_t y_stride, int64_t num_in, int64_t num_out, int64_t group_size, int num_threads) {                      \
         linear_of_codes(x, x_stride, RowGroups{offsets, num_groups},                                                   \
                         CodeCall<T, T>{nullptr, nullptr, weight, scales, exponents, zeros, table, bias, y, y_stride,   \
-                                       num_in, num_out, group_size, 0},                                                \
+                                       num_in, num_out, group_size, 0, 0},                                             \
                         num_threads);                                                                                  \
     }                                                                                                                  \
     MOTET_CALL void run_step_##NAME(const void* operations, int64_t count, const void* call) {                         \

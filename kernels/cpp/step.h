@@ -339,6 +339,7 @@ class Step {
                                      own.num_in,
                                      own.num_out,
                                      own.group_size,
+                                     0,
                                      0};
         linear_of_codes(of(op.x), own.num_in, groups, product, num_threads);
     }
