@@ -191,9 +191,9 @@ def _are_codes(weight: QuantisedWeight) -> bool:
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
     """Codes `[out, in]` as int32 `[out, in / 8]`: those of even inputs in the low half, the first ones lowest."""
-    pairs, shifts = codes.int().unflatten(1, (-1, _CODES // 2, 2)), torch.arange(0, 16, 4, dtype=torch.int32)
-    halves: torch.Tensor = (pairs << shifts[:, None]).sum(2, dtype=torch.int32)
-    return halves[..., 0] + (halves[..., 1] << 16)
+    eight = codes.unflatten(1, (-1, 2, 2, 2))  # input 4 a + 2 b + c, in the nibble b of the byte 2 c + a
+    parts: torch.Tensor = eight[:, :, :, 0] | eight[:, :, :, 1] << 4
+    return parts.mT.contiguous().flatten(2).view(torch.int32).squeeze(2)
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:
