@@ -184,6 +184,20 @@ def test_a_cut_within_a_group_and_experts_that_differ_have_the_engines_dtype(
     assert "of 12 weights of layers, where all experts of one count as two, 11 have four or eight bits" in caplog.text
 
 
+def test_shared_experts_and_linears_around_experts_have_four_bits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All linears that the file has so, of a base whose experts have neither a gate nor the features of the layer."""
+    caplog.set_level("INFO", "motet.workers.models.decoder")
+    sizes = {"moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 64}
+    stock, oracle, _ = made("nemotron_h_moe", "int4", tmp_path, **sizes)
+    with stock.engine(300) as rig:
+        outputs = requested(rig)
+    assert difference(outputs, oracle) < TOLERANCE
+    # Two layers with experts, a shared one and two linears around them; one of Mamba, of attention and a dense one.
+    assert "of 18 weights of layers, where all experts of one count as two, 18 have four or eight bits" in caplog.text
+
+
 @pytest.mark.parametrize(("variant", "name"), [("llama", "gptq"), ("llama", "fp8"), ("deepseek_v3", "fp8")])
 def test_a_gang_of_two_reads_its_rows_and_columns(variant: str, name: str, tmp_path: Path) -> None:
     stock, oracle, _ = made(variant, name, tmp_path)
