@@ -192,7 +192,14 @@ def test_a_row_is_the_same_to_the_last_bit_with_any_others_and_on_any_threads(bu
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(193, 576, generator=generator).to(dtype)
     x[::3] *= torch.randint(-140, 20, (65, 576), generator=generator).float().exp2().to(dtype)  # some next to zero
-    for weight in (of_bytes(320, 576), of_codes(320, 576, 32, "uint4", True), of_codes(320, 576, 576, "float4", False)):
+    kinds = (
+        (32, "uint4", True),
+        (576, "float4", False),
+        (40, "uint4", True),
+        (8, "float4", False),
+        (136, "uint4", False),
+    )
+    for weight in (of_bytes(320, 576), *(of_codes(320, 576, *kind) for kind in kinds)):  # type: ignore[arg-type]
         packed = pack(one, weight)
         expected = torch.cat([one.linear(row, packed, None) for row in x.split(1)])
         for num_rows in (1, 2, 3, 5, 6, 7, 64, 193):
