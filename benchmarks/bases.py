@@ -4,9 +4,10 @@ A family counts if its config.json is accepted. Whether it is computed right is 
 `test_exactness.py` and `test_text_towers.py`.
 
 Then what weights of eight and four bits gain on this CPU: decodes per second of a step of one, 8 and 64 sequences over
-those in bfloat16, in turns, and the memory of the layers' weights; steps of bases with a recurrent state or latents
-over those of a dense base that reads as many bytes; and the demo model's perplexity in int8 over that in float32. With
-`--before` also steps of an ordinary base over those of another checkout's code, by `free_decodes.py`.
+those in bfloat16, in turns, and the memory of the layers' weights, of a dense base and of gpt-oss's experts; steps of
+bases with a recurrent state or latents over those of a dense base that reads as many bytes; and the demo model's
+perplexity in int8 over that in float32. With `--before` also steps of an ordinary base
+over those of another checkout's code, by `free_decodes.py`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from . import norms, pages
 from .attention import KVWriter, PagedAttention
 from .expert_lora import CapturableExpertLora, ExpertLoraKernels
-from .experts import ExpertKernels, ExpertWeight
+from .experts import ExpertGroups, ExpertKernels, ExpertWeight
 from .float8 import Float8Kernels
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
@@ -103,6 +103,14 @@ class Kernels:
         if self.float8 is not None:
             return self.float8.linear
         return self.linear if self.quantised is None else self._linear_of_its_kind
+
+    def expert_linear(
+        self, x: torch.Tensor, weight: ExpertWeight, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`ExpertKernels.linear` of a weight that was packed for `experts` or by `quantised`."""
+        if self.quantised is not None and self.quantised.takes(weight):
+            return self.quantised.expert_linear(x, weight, groups, bias)
+        return self.experts.linear(x, weight, groups, bias)
 
     def _linear_of_its_kind(self, x: torch.Tensor, weight: LinearWeight, bias: torch.Tensor | None) -> torch.Tensor:
         assert self.quantised is not None

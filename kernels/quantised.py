@@ -6,11 +6,14 @@ inputs share: `(number - zero) * scale`, computed in float32. That is what the f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
+
+from .experts import ExpertGroups
 
 # What a code stands for: itself; one of the 16 floats of four bits (OCP MX 1.0: two bits of exponent, one of mantissa);
 # a float8_e4m3fn, which the tensor of codes then has.
@@ -57,15 +60,20 @@ class QuantisedWeight:
         return replace(self, codes=self.codes[chosen], scales=self.scales[chosen], zeros=zeros)
 
     def columns(self, start: int, stop: int) -> QuantisedWeight:
-        """Inputs from `start` to `stop`, with the scales of all groups where the first is not the first of a group."""
+        """Inputs from `start` to `stop`, in smaller groups where the first is not the first of a group."""
         codes = self.codes[:, start:stop]
         if self.scales.shape[1] == 1:
             return replace(self, codes=codes, group_size=stop - start, group_of=None)
-        if self.group_of is not None or start % self.group_size:
-            return replace(self, codes=codes, group_of=self._groups()[start:stop])
-        part = slice(start // self.group_size, -(-stop // self.group_size))
-        zeros = None if self.zeros is None else self.zeros[:, part]
-        return replace(self, codes=codes, scales=self.scales[:, part], zeros=zeros)
+        if self.group_of is not None:
+            return replace(self, codes=codes, group_of=self.group_of[start:stop])
+        group_size = math.gcd(start, self.group_size)
+
+        def part(of_groups: torch.Tensor) -> torch.Tensor:
+            smaller = of_groups.repeat_interleave(self.group_size // group_size, 1)
+            return smaller[:, start // group_size : -(-stop // group_size)]
+
+        zeros = None if self.zeros is None else part(self.zeros)
+        return replace(self, codes=codes, scales=part(self.scales), zeros=zeros, group_size=group_size)
 
     @staticmethod
     def of_eight_bits(weight: torch.Tensor) -> QuantisedWeight:
@@ -75,17 +83,17 @@ class QuantisedWeight:
         return QuantisedWeight((wide / scales).round().to(torch.int8), "int8", scales, None, weight.shape[1], True)
 
 
+def are_alike(weights: Sequence[QuantisedWeight]) -> bool:
+    """Whether their outputs could be those of one weight."""
+    kinds = {(each.numbers, each.group_size, each.rounds_inputs, each.zeros is None) for each in weights}
+    return len(weights) == 1 or (len(kinds) == 1 and all(weight.group_of is None for weight in weights))
+
+
 def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
     """The outputs of all, side by side; None: they are not stored alike."""
     first = weights[0]
-    if len(weights) == 1:
-        return first
-    for weight in weights:
-        kind, first_kind = (
-            (each.numbers, each.group_size, each.rounds_inputs, each.zeros is None) for each in (weight, first)
-        )
-        if kind != first_kind or weight.group_of is not None:
-            return None
+    if len(weights) == 1 or not are_alike(weights):
+        return first if len(weights) == 1 else None
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     return replace(
         first,
@@ -104,6 +112,9 @@ class QuantisedKernels(Protocol):
     def pack(self, weight: QuantisedWeight) -> Any | None:
         """The weight as `linear` reads it; None: it cannot multiply such weights, which are to be dequantised."""
 
+    def pack_experts(self, weights: Sequence[QuantisedWeight]) -> Any | None:
+        """Weights `[out, in]` of a layer's experts as `expert_linear` reads them; None: it cannot multiply such."""
+
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None) -> torch.Tensor:
         """x weightᵀ + bias, `[rows, out]` of x `[rows, in]`, in x's dtype; `weight` is what `pack` returned.
 
@@ -114,5 +125,10 @@ class QuantisedKernels(Protocol):
         float32.
         """
 
+    def expert_linear(
+        self, x: torch.Tensor, weight: Any, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `experts.ExpertKernels.linear`; `weight` is what `pack_experts` returned."""
+
     def takes(self, weight: Any) -> bool:
-        """Whether `pack` returned it; else it is a weight of the kernels' other linears."""
+        """Whether `pack` or `pack_experts` returned it; else it is a weight of the kernels' other linears."""

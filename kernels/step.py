@@ -169,7 +169,7 @@ class ExpertLinear:
 
     x: Register
     to: Register
-    weight: Any  # as the kernels' `pack_experts` laid it out
+    weight: Any  # as the kernels' `pack_experts` laid it out, or their `quantised.pack_experts`
     bias: torch.Tensor | None = None  # [num_experts, width of `to`]
 
 

@@ -1,7 +1,8 @@
 """Decode steps of one base with weights of bfloat16, of int8 and of four bits, in turns in one process.
 
 A base of eight of TinyLlama-1.1B's layers with random weights that never lie in a file: 352 million in the layers'
-linears, which no cache holds, and 25 in the head, which stays in bfloat16.
+linears, which no cache holds, and 25 in the head, which stays in bfloat16. And one of two of gpt-oss-20b's layers, with
+1.59 billion weights in 64 experts, as published in MXFP4 or in bfloat16.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from motet.workers.execution.runner import Runner
 from motet.workers.memory.page_arrays import make_pool, plan_pool
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.decoder import Decoder, load_decoder
-from motet.workers.models.layers import Attention, GatedMlp
+from motet.workers.models.layers import Attention, ExpertMlp, GatedMlp
 from motet.workers.models.rotary import rotary_tables
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.parallel import Alone
@@ -44,15 +45,34 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+MIXTURE = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 12_000,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
 
 
 class RandomWeights:
-    """A `WeightSource` of random numbers; of linears of layers those of four bits if `is_narrow`."""
+    """A `WeightSource` of random numbers.
+
+    With `is_narrow` linears of layers are of four bits; of a mixture its experts are in MXFP4, and nothing else is.
+    """
 
     has_head = True
 
-    def __init__(self, *, is_narrow: bool) -> None:
-        self._is_narrow, self._generator = is_narrow, torch.Generator().manual_seed(0)
+    def __init__(self, *, is_narrow: bool, is_mixture: bool = False) -> None:
+        self._is_narrow, self._is_mixture = is_narrow, is_mixture
+        self._generator = torch.Generator().manual_seed(0)
 
     def take(
         self,
@@ -70,9 +90,12 @@ class RandomWeights:
     def take_quantised(
         self, name: str, shape: tuple[int, ...], rows: object = None, columns: object = None
     ) -> QuantisedWeight | None:
-        if not self._is_narrow:
+        if not self._is_narrow or (self._is_mixture and "experts" not in name):
             return None
         codes = torch.randint(0, 16, shape, generator=self._generator, dtype=torch.uint8)
+        if self._is_mixture:
+            exponents = torch.randint(-9, -6, (shape[0], shape[1] // 32), generator=self._generator)
+            return QuantisedWeight(codes, "float4", exponents.float().exp2(), None, 32)
         zeros = torch.randint(5, 11, (shape[0], shape[1] // GROUP), generator=self._generator)
         scales = torch.full(zeros.shape, 0.2 * shape[1] ** -0.5)
         return QuantisedWeight(codes, "uint4", scales, zeros.float(), GROUP)
@@ -91,35 +114,39 @@ class RandomWeights:
 
 
 def weight_bytes(decoder: Decoder) -> int:
-    """Memory of the layers' linears."""
-    num_bytes = 0
+    """Memory of the layers' linears; of a mixture that of its experts."""
+    weights: list[Any] = []
     for layer in decoder.layers:
-        assert isinstance(layer.mlp, GatedMlp)
         assert isinstance(layer.attention, Attention)
-        for linear in (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down):
-            parts: list[Any] = [getattr(linear.weight, name, None) for name in ("panels", "scales", "zeros")]
-            num_bytes += sum(part.nbytes for part in parts if part is not None)
-    return num_bytes
+        if isinstance(layer.mlp, ExpertMlp):
+            weights += [layer.mlp.gate_up, layer.mlp.down]
+            continue
+        assert isinstance(layer.mlp, GatedMlp)
+        linears = (layer.attention.qkv, layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+        weights += [linear.weight for linear in linears]
+    parts = [getattr(weight, name, None) for weight in weights for name in ("panels", "scales", "zeros")]
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 class Bench:
-    def __init__(self, num_threads: int) -> None:
+    """`kinds`: beside bfloat16, of "int8", "int4" and, of a mixture, "mxfp4"."""
+
+    def __init__(self, num_threads: int, config: Mapping[str, Any], kinds: Sequence[str]) -> None:
         torch.set_num_threads(1)
         with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+            (Path(folder) / "config.json").write_text(json.dumps(config))
             self._model = ModelConfig.from_folder(Path(folder))
         native = choose_kernels(CPU, DTYPE, num_threads)
-        kernels = {
-            "bfloat16": native,
-            "int8": with_quantised_weights(native, DTYPE, num_threads, rounds=True),
-            "int4": with_quantised_weights(native, DTYPE, num_threads, rounds=False),
-        }
+        kernels = {"bfloat16": native}
+        for kind in kinds:
+            kernels[kind] = with_quantised_weights(native, DTYPE, num_threads, rounds=kind == "int8")
         self.bytes: dict[str, int] = {}
         self._runners = {kind: self._runner(kind, own) for kind, own in kernels.items()}
 
     def _runner(self, kind: str, kernels: Kernels) -> Runner:
         model, sharding = self._model, ModelSharding(self._model)
-        decoder = load_decoder(sharding, RandomWeights(is_narrow=kind == "int4"), kernels)
+        weights = RandomWeights(is_narrow=kind in ("int4", "mxfp4"), is_mixture=model.experts is not None)
+        decoder = load_decoder(sharding, weights, kernels)
         self.bytes[kind] = weight_bytes(decoder)
         geometry = plan_pool(sharding, BLOCK_SIZE, DTYPE, POOL_BYTES)
         rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, model.max_model_len, CPU)
@@ -149,8 +176,11 @@ class Bench:
 
 def measure(num_threads: int = 2, num_rounds: int = 9) -> dict[str, float]:
     """By kind and sequences of a step, decodes per second over those of bfloat16; and gibibytes of weights."""
-    bench, figures = Bench(num_threads), dict[str, float]()
-    for num_sequences, name in ((1, "one"), (8, "8"), (64, "64")):
-        for kind, ratio in bench.speeds(num_sequences, num_rounds).items():
-            figures[f"{kind}_{name}"] = round(ratio, 2)
-    return figures | {f"{kind}_gib": round(num_bytes / (1 << 30), 3) for kind, num_bytes in bench.bytes.items()}
+    figures = dict[str, float]()
+    for config, prefix, kinds in ((CONFIG, "", ("int8", "int4")), (MIXTURE, "experts_", ("mxfp4",))):
+        bench = Bench(num_threads, config, kinds)
+        for num_sequences, name in ((1, "one"), (8, "8"), (64, "64")):
+            for kind, ratio in bench.speeds(num_sequences, num_rounds).items():
+                figures[f"{prefix}{kind}_{name}"] = round(ratio, 2)
+        figures |= {f"{prefix}{kind}_gib": round(size / (1 << 30), 3) for kind, size in bench.bytes.items()}
+    return figures

@@ -313,6 +313,22 @@ inline const float* inputs_of(const Bfloat16* x, int64_t& stride, int64_t num_ro
     return to;
 }
 
+// Calls `compute(group, start, stop)` for ranges of the panels of each group that has rows.
+template <class F>
+void share_groups(const int64_t* offsets, int64_t num_groups, int64_t num_panels, int num_threads, F compute) {
+    static thread_local std::vector<int64_t> kept;
+    kept.clear();
+    for (int64_t group = 0; group < num_groups; group++)
+        if (offsets[group + 1] > offsets[group]) kept.push_back(group);
+    const int64_t *groups = kept.data(), count = int64_t(kept.size());  // helpers have a vector of their own
+    if (count == 0) return;
+    const int64_t blocks = std::min(num_panels, (blocks_of(count * num_panels, num_threads) - 1) / count + 1);
+    share_ranges(count * blocks, count * blocks, num_threads, [&](int64_t block, int64_t) {
+        const int64_t part = block % blocks;
+        compute(groups[block / blocks], num_panels * part / blocks, num_panels * (part + 1) / blocks);
+    });
+}
+
 // y = x Wᵀ + bias for groups of rows, each with a weight of its own: group g has rows `offsets[g]` to `offsets[g + 1]`,
 // and its weight begins at `g * weight_stride`, its bias at `g * num_out`. Threads share the panels of outputs.
 template <class T, class Y>
@@ -324,10 +340,7 @@ void linear(const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_gr
     constexpr int64_t kOutputs = panel_of<T>() * kLanes;
     const int64_t num_panels = (call.num_out + kOutputs - 1) / kOutputs;
     const int64_t most = std::max(kLeastBlock, kNearInputs / std::max<int64_t>(1, call.num_in) / kTileRows * kTileRows);
-    const int64_t blocks = std::min(num_panels, (blocks_of(num_groups * num_panels, num_threads) - 1) / num_groups + 1);
-    share_ranges(num_groups * blocks, num_groups * blocks, num_threads, [&](int64_t block, int64_t) {
-        const int64_t group = block / blocks, part = block % blocks;
-        const int64_t start = num_panels * part / blocks, stop = num_panels * (part + 1) / blocks;
+    share_groups(offsets, num_groups, num_panels, num_threads, [&](int64_t group, int64_t start, int64_t stop) {
         for (int64_t row = offsets[group]; row < offsets[group + 1]; row += most) {
             LinearCall<T, Y> own = call;
             if (own.bias) own.bias += group * call.num_out;

@@ -97,13 +97,13 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                                            int64_t num_out, int num_threads) {                                         \
         linear_of_bytes(x, x_stride, num_rows, weight, scales, bias, y, y_stride, num_in, num_out, num_threads);       \
     }                                                                                                                  \
-    MOTET_CALL void linear_of_codes_##NAME(const T* x, int64_t x_stride, int64_t num_rows, const uint32_t* weight,     \
-                                           const float* scales, const int8_t* zeros, const float* table,               \
-                                           const T* bias, T* y, int64_t y_stride, int64_t num_in, int64_t num_out,     \
-                                           int64_t group_size, int num_threads) {                                      \
-        linear_of_codes(x, x_stride, num_rows,                                                                         \
-                        CodeCall<T, T>{nullptr, nullptr, weight, scales, zeros, table, bias, y, y_stride, num_in,      \
-                                       num_out, group_size, 0},                                                        \
+    MOTET_CALL void linear_of_codes_##NAME(                                                                            \
+        const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups, const uint32_t* weight,              \
+        const float* scales, const uint8_t* exponents, const int8_t* zeros, const float* table, const T* bias, T* y,   \
+        int64_t y_stride, int64_t num_in, int64_t num_out, int64_t group_size, int num_threads) {                      \
+        linear_of_codes(x, x_stride, RowGroups{offsets, num_groups},                                                   \
+                        CodeCall<T, T>{nullptr, nullptr, weight, scales, exponents, zeros, table, bias, y, y_stride,   \
+                                       num_in, num_out, group_size, 0, 0},                                             \
                         num_threads);                                                                                  \
     }                                                                                                                  \
     MOTET_CALL void run_step_##NAME(const void* operations, int64_t count, const void* call) {                         \

@@ -41,6 +41,7 @@ enum class StepKind : int64_t {
     kNarrowLora,
     kByteLinear,
     kCodeLinear,
+    kCodeExperts,
     kActivate,
     kAffine
 };
@@ -139,10 +140,10 @@ struct StepOperation {
             const void* layer;
             int64_t width;  // of x
         } recurrence;
-        struct {  // of eight bits, or of four, which have zero points or null, a table, and groups
+        struct {  // of eight bits, or of four, which have zero points or null, scales or exponents, a table, and groups
             const void *weight, *scales, *bias;
             int64_t num_in, num_out;
-            const void *zeros, *table;
+            const void *exponents, *zeros, *table;
             int64_t group_size;
         } narrow_linear;
     };
@@ -196,8 +197,12 @@ class Step {
                 return multiply(op);
             case StepKind::kByteLinear:
                 return multiply_bytes(op);
-            case StepKind::kCodeLinear:
-                return multiply_codes(op);
+            case StepKind::kCodeLinear: {
+                const int64_t rows[] = {0, call.num_rows};
+                return multiply_codes(op, {rows, 1});
+            }
+            case StepKind::kCodeExperts:
+                return multiply_codes(op, {pairs.offsets.data(), int64_t(pairs.offsets.size()) - 1});
             case StepKind::kLora:
                 return add_adapters(op.lora.layer, op.lora.group, of(op.x), op.lora.num_in, of(op.to), op.lora.num_out);
             case StepKind::kNarrowLora:
@@ -319,12 +324,13 @@ class Step {
                         (const T*)own.bias, of(op.to), own.num_out, own.num_in, own.num_out, num_threads);
     }
 
-    void multiply_codes(const StepOperation& op) const {
+    void multiply_codes(const StepOperation& op, const RowGroups& groups) const {
         const auto& own = op.narrow_linear;
         const CodeCall<T, T> product{nullptr,
                                      nullptr,
                                      (const uint32_t*)own.weight,
                                      (const float*)own.scales,
+                                     (const uint8_t*)own.exponents,
                                      (const int8_t*)own.zeros,
                                      (const float*)own.table,
                                      (const T*)own.bias,
@@ -333,8 +339,9 @@ class Step {
                                      own.num_in,
                                      own.num_out,
                                      own.group_size,
+                                     0,
                                      0};
-        linear_of_codes(of(op.x), own.num_in, call.num_rows, product, num_threads);
+        linear_of_codes(of(op.x), own.num_in, groups, product, num_threads);
     }
 
     void add_adapters(int64_t layer, int64_t place, const T* x, int64_t num_in, T* to, int64_t num_out) const {

@@ -47,7 +47,7 @@ from .build import kernel
 from .experts import PackedExperts
 from .linear import PackedWeight
 from .lora import NativeLoraBatch, parts_of
-from .quantised_linear import PackedBytes, PackedCodes
+from .quantised_linear import PackedBytes, PackedCodes, PackedExpertCodes
 from .recurrence import KERNELS, BatchTable, LayerTable, float_bits
 from .rows import gated_kernel
 
@@ -60,7 +60,7 @@ _KINDS = (  # in the order of `StepKind`
     Add,
     JoinEmbedding,
     AddNarrowLora,
-    *(PackedBytes, PackedCodes),  # a `Linear` whose weight it is
+    *(PackedBytes, PackedCodes, PackedExpertCodes),  # a `Linear` or an `ExpertLinear` whose weight it is
     Activate,
     Affine,
 )
@@ -165,7 +165,7 @@ class NativeStep:
 
     def _encoded(self, operation: Operation) -> list[int]:
         kind: type = type(operation)
-        if isinstance(operation, Linear) and isinstance(operation.weight, PackedBytes | PackedCodes):
+        if isinstance(operation, Linear | ExpertLinear) and isinstance(operation.weight, PackedBytes | PackedCodes):
             kind = type(operation.weight)
         elif isinstance(operation, Recur):
             kind = type(operation.rule)
@@ -224,15 +224,15 @@ class NativeStep:
         return [self._address(weight.panels), bias, weight.num_in, weight.num_out]
 
     def _narrow_fields(self, weight: PackedBytes | PackedCodes, bias: int) -> list[int]:
-        self._tensors.append(weight.panels)
-        fields = [weight.panels.data_ptr(), self._address(weight.scales), bias, weight.num_in, weight.num_out]
+        self._tensors += [weight.panels, weight.scales]
+        panels, sizes = weight.panels.data_ptr(), (weight.num_in, weight.num_out)
         if isinstance(weight, PackedBytes):
-            return fields
-        zeros = 0
+            return [panels, weight.scales.data_ptr(), bias, *sizes]
+        (scales, exponents), zeros = weight.addresses, 0
         if weight.zeros is not None:
             self._tensors.append(weight.zeros)
             zeros = weight.zeros.data_ptr()
-        return [*fields, zeros, self._address(weight.table), weight.group_size]
+        return [panels, scales, bias, *sizes, exponents, zeros, self._address(weight.table), weight.group_size]
 
     @_fields.register
     def _(self, op: AddLora) -> list[int]:
@@ -303,12 +303,14 @@ class NativeStep:
     @_fields.register
     def _(self, op: ExpertLinear) -> list[int]:
         weight = op.weight
-        assert isinstance(weight, PackedExperts), "weights in the layout of native experts"
+        assert isinstance(weight, PackedExperts | PackedExpertCodes), "weights in a layout of native experts"
         top_k = self._width(op.x) // weight.num_in
         sizes = (top_k * weight.num_in, top_k * weight.num_out)
         assert (self._width(op.x), self._width(op.to)) == sizes, "registers fit the weights"
-        stride = weight.panels.numel() // weight.num_experts
         bias = 0 if op.bias is None else self._address(op.bias)
+        if isinstance(weight, PackedExpertCodes):
+            return self._narrow_fields(weight, bias)
+        stride = weight.panels.numel() // weight.num_experts
         return [self._address(weight.panels), stride, weight.num_in, weight.num_out, bias]
 
     @_fields.register

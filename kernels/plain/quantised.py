@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ..quantised import LARGEST_INT8, QuantisedWeight
+from ..experts import ExpertGroups
+from ..quantised import LARGEST_INT8, QuantisedWeight, joined
 
 
 class PlainQuantised:
@@ -22,6 +25,12 @@ class PlainQuantised:
         is_codes = weight.numbers in ("uint4", "float4") and weight.group_of is None
         return weight if is_bytes or is_codes else None
 
+    def pack_experts(self, weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
+        """All outputs of the first expert, then those of the next."""
+        together = joined(weights)
+        is_packed = together is not None and together.numbers != "int8"
+        return self.pack(together) if together is not None and is_packed else None
+
     def takes(self, weight: Any) -> bool:
         return isinstance(weight, QuantisedWeight)
 
@@ -32,6 +41,17 @@ class PlainQuantised:
         else:
             y = x.float() @ weight.dequantised().t()
         return (y if bias is None else y + bias).to(x.dtype)
+
+    def expert_linear(
+        self, x: torch.Tensor, weight: QuantisedWeight, groups: ExpertGroups, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        num_out = len(weight.codes) // (len(groups.offsets) - 1)
+        y = x.new_empty(len(x), num_out)
+        for expert, (start, end) in enumerate(pairwise(groups.offsets.tolist())):
+            if end > start:
+                outputs = weight.rows(slice(expert * num_out, (expert + 1) * num_out))
+                y[start:end] = self.linear(x[start:end], outputs, None if bias is None else bias[expert])
+        return y
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from motet.kernels.attention import AttentionBatch
 from motet.kernels.backend import Kernels, with_quantised_weights
+from motet.kernels.experts import ExpertGroups, Routing, choose_experts
 from motet.kernels.native import quantised_linear
-from motet.kernels.native.quantised_linear import NativeQuantised, PackedBytes, PackedCodes
+from motet.kernels.native.quantised_linear import NativeQuantised, PackedBytes, PackedCodes, PackedExpertCodes
 from motet.kernels.plain.quantised import PlainQuantised, quantise_rows
 from motet.kernels.quantised import FLOAT4, Numbers, QuantisedWeight, joined
 from motet.kernels.step import Embed, Linear, Program
@@ -38,8 +40,10 @@ def of_bytes(num_out: int, num_in: int, seed: int = 0) -> QuantisedWeight:
     return weight
 
 
-def of_codes(num_out: int, num_in: int, group_size: int, numbers: Numbers, has_zeros: bool) -> QuantisedWeight:
-    generator = torch.Generator().manual_seed(num_in)
+def of_codes(
+    num_out: int, num_in: int, group_size: int, numbers: Numbers, has_zeros: bool, seed: int = 0
+) -> QuantisedWeight:
+    generator = torch.Generator().manual_seed(num_in + seed)
     groups = -(-num_in // group_size)
     codes = torch.randint(0, 16, (num_out, num_in), generator=generator, dtype=torch.uint8)
     scales = torch.rand(num_out, groups, generator=generator) / max(1, num_in) ** 0.5
@@ -52,6 +56,20 @@ def of_codes(num_out: int, num_in: int, group_size: int, numbers: Numbers, has_z
 def pack(kernels: NativeQuantised, weight: QuantisedWeight) -> Packed:
     """In memory of its own, so that a sanitizer finds reads beyond its end."""
     packed = kernels.pack(weight)
+    assert packed is not None
+    return replace(packed, panels=packed.panels.clone())
+
+
+def with_exponents(weight: QuantisedWeight) -> QuantisedWeight:
+    """With scales that are powers of two, and zeros."""
+    scales = weight.scales.log2().round().exp2()
+    scales[::5, 0] = 0.0
+    scales[-1, -1] = 2.0**-126
+    return replace(weight, scales=scales)
+
+
+def pack_experts(kernels: NativeQuantised, weights: list[QuantisedWeight]) -> PackedExpertCodes:
+    packed = kernels.pack_experts(weights)
     assert packed is not None
     return replace(packed, panels=packed.panels.clone())
 
@@ -113,6 +131,53 @@ def test_four_bits(
     check(native, weight, num_rows, has_bias)
 
 
+@settings(deadline=None, max_examples=2 * EXAMPLES)
+@given(
+    num_rows=st.integers(0, 40),
+    num_experts=st.integers(1, 9),
+    top_k=st.integers(1, 3),
+    num_words=st.integers(1, 20),
+    num_out=st.integers(1, 200),
+    group_words=st.sampled_from([1, 4, 5, 17]),
+    numbers=st.sampled_from(["uint4", "float4"]),
+    has_zeros=st.booleans(),
+    seed=st.integers(0, 2**20),
+)
+def test_each_pair_goes_through_its_own_expert(
+    native: tuple[Kernels, torch.dtype],
+    num_rows: int,
+    num_experts: int,
+    top_k: int,
+    num_words: int,
+    num_out: int,
+    group_words: int,
+    numbers: Numbers,
+    has_zeros: bool,
+    seed: int,
+) -> None:
+    """Some experts get most rows and others none; some belong to another worker. Only one may have zero points."""
+    (kernels, dtype), generator = native, torch.Generator().manual_seed(seed)
+    own, num_in, first = quantised(kernels, dtype), 8 * num_words, num_experts // 3
+    weights = [
+        of_codes(num_out, num_in, 8 * group_words, numbers, has_zeros and expert == first, expert)
+        for expert in range(first, num_experts)
+    ]
+    if seed % 3 == 0:
+        weights = [with_exponents(weight) for weight in weights]
+    logits = torch.randn(num_rows, num_experts, generator=generator) * 4
+    chosen, factors = choose_experts(logits, Routing(min(top_k, num_experts)))
+    groups = kernels.experts.group(chosen, factors, first, num_experts - first)
+    x = inputs(len(groups.rows), num_in, dtype)
+    bias = torch.randn(len(weights), num_out, generator=generator).to(dtype) if seed % 2 else None
+    actual = own.expert_linear(x, pack_experts(own, weights), groups, bias)
+    twin = PlainQuantised(dtype, rounds=False)
+    together = twin.pack_experts(weights)
+    assert together is not None
+    expected = twin.expert_linear(x, together, groups, bias)
+    rtol = 2**-7 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=2e-5)
+
+
 def test_wide_inputs(native: tuple[Kernels, torch.dtype]) -> None:
     """Inputs so wide that a block has the fewest rows."""
     for num_rows in (1, 25, 70):
@@ -124,12 +189,81 @@ def test_wide_inputs(native: tuple[Kernels, torch.dtype]) -> None:
 def test_a_row_is_the_same_to_the_last_bit_with_any_others_and_on_any_threads(build: Build) -> None:
     dtype, kernels = build[0], load_build(build)
     one, two = quantised(kernels, dtype, 1), quantised(kernels, dtype, 2)
-    x = torch.randn(193, 576, generator=torch.Generator().manual_seed(3)).to(dtype)
-    for weight in (of_bytes(320, 576), of_codes(320, 576, 32, "uint4", True), of_codes(320, 576, 576, "float4", False)):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(193, 576, generator=generator).to(dtype)
+    x[::3] *= torch.randint(-140, 20, (65, 576), generator=generator).float().exp2().to(dtype)  # some next to zero
+    kinds = (
+        (32, "uint4", True),
+        (576, "float4", False),
+        (40, "uint4", True),
+        (8, "float4", False),
+        (136, "uint4", False),
+    )
+    for weight in (of_bytes(320, 576), *(of_codes(320, 576, *kind) for kind in kinds)):  # type: ignore[arg-type]
         packed = pack(one, weight)
         expected = torch.cat([one.linear(row, packed, None) for row in x.split(1)])
         for num_rows in (1, 2, 3, 5, 6, 7, 64, 193):
             assert torch.equal(two.linear(x[:num_rows], packed, None), expected[:num_rows])
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_a_pair_is_the_same_to_the_last_bit_as_a_row_of_its_expert_alone(build: Build) -> None:
+    dtype, kernels = build[0], load_build(build)
+    one, two = quantised(kernels, dtype, 1), quantised(kernels, dtype, 2)
+    x = torch.randn(90, 96, generator=torch.Generator().manual_seed(5)).to(dtype)
+    alone = [[0] * (expert + 1) + [1] * (4 - expert) for expert in range(4)]
+    for numbers, has_zeros in (("uint4", True), ("float4", False)):
+        weights = [of_codes(150, 96, 32, numbers, has_zeros, expert) for expert in range(4)]  # type: ignore[arg-type]
+        packed = pack_experts(one, weights)
+        for offsets in ([0, 1, 1, 60, 90], [0, 1, 2, 3, 4], [0, 0, 13, 13, 17]):
+            groups = ExpertGroups(torch.arange(90), torch.ones(90), torch.tensor(offsets))
+            together = two.expert_linear(x[: offsets[-1]], packed, groups)
+            for expert, (start, end) in enumerate(pairwise(offsets)):
+                dense = pack(one, weights[expert])
+                for pair in range(start, end):
+                    row, own = x[pair : pair + 1], replace(groups, offsets=torch.tensor(alone[expert]))
+                    assert torch.equal(one.expert_linear(row, packed, own), together[pair : pair + 1])
+                    assert torch.equal(one.linear(row, dense, None), together[pair : pair + 1])
+
+
+def test_scales_that_are_powers_of_two_take_eight_bits(native: tuple[Kernels, torch.dtype]) -> None:
+    """MXFP4 has 4.25 bits a weight. Other scales, and powers of two that are no normal numbers, stay as they are."""
+    kernels, dtype = native
+    own, weights = quantised(kernels, dtype), [of_codes(128, 256, 32, "float4", False, seed) for seed in range(3)]
+    experts = pack_experts(own, [with_exponents(weight) for weight in weights])
+    assert experts.panels.nbytes + experts.scales.nbytes == 3 * 128 * 256 * 4.25 / 8
+    dense = pack(own, with_exponents(weights[0]))
+    assert isinstance(dense, PackedCodes) and dense.panels.nbytes + dense.scales.nbytes == 128 * 256 * 4.25 / 8
+    for scale in (2.0**-127, -0.5, 0.75):
+        mixed = with_exponents(weights[0])
+        mixed.scales[3, 2] = scale
+        packed = pack(own, mixed)
+        assert isinstance(packed, PackedCodes) and packed.scales.dtype == torch.float32
+    check(native, with_exponents(weights[0]), 30, has_bias=True)
+
+
+def test_experts_that_do_not_fit_together(native: tuple[Kernels, torch.dtype]) -> None:
+    kernels, dtype = native
+    own, twin = quantised(kernels, dtype), PlainQuantised(dtype, rounds=False)
+    weights = [of_codes(16, 64, 32, "uint4", True, seed) for seed in range(3)]
+    for other in (of_codes(16, 64, 32, "float4", False), of_codes(16, 64, 8, "uint4", True)):
+        for kind in (own, twin):
+            assert kind.pack_experts([*weights, other]) is None
+    for kind in (own, twin):
+        assert kind.pack_experts([replace(weights[0], group_of=torch.zeros(64, dtype=torch.int64))]) is None
+        assert kind.pack_experts([of_bytes(16, 64)]) is None
+    assert own.pack_experts([*weights, replace(weights[0], zeros=torch.full((16, 2), 0.5))]) is None
+    packed = pack_experts(own, weights)
+    groups = ExpertGroups(torch.zeros(2, dtype=torch.int64), torch.ones(2), torch.tensor([0, 1, 2, 2]))
+    x = torch.zeros(2, 64, dtype=dtype)
+    with pytest.raises(AssertionError, match="groups are of these experts"):
+        own.expert_linear(x, packed, replace(groups, offsets=torch.tensor([0, 1, 2])))
+    with pytest.raises(AssertionError, match="x has the kernels' dtype, the weight's inputs"):
+        own.expert_linear(x[:, :56], packed, groups)
+    with pytest.raises(AssertionError, match="as many rows as the groups have pairs"):
+        own.expert_linear(x[:1], packed, groups)
+    with pytest.raises(AssertionError, match="a bias for each output"):
+        own.expert_linear(x, packed, groups, torch.zeros(16, dtype=dtype))
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)
@@ -181,6 +315,16 @@ def test_weights_that_are_to_be_dequantised(native: tuple[Kernels, torch.dtype])
     assert own.pack(codes.columns(4, 64)) is None, "it begins within a group"
     assert own.pack(replace(codes, zeros=torch.full((16, 2), 0.5))) is None
     assert joined([codes, replace(codes, zeros=None)]) is None
+
+
+def test_inputs_that_begin_within_a_group_have_smaller_groups(native: tuple[Kernels, torch.dtype]) -> None:
+    weight = of_codes(40, 160, 32, "uint4", True)
+    whole = weight.dequantised()
+    for start, stop, group_size in ((48, 160, 16), (56, 96, 8), (0, 80, 32), (4, 64, 4), (32, 100, 32)):
+        part = weight.columns(start, stop)
+        assert part.group_size == group_size and torch.equal(part.dequantised(), whole[:, start:stop])
+    check(native, weight.columns(48, 160), 5, has_bias=True)
+    check(native, weight.columns(56, 96), 30, has_bias=False)
 
 
 @pytest.mark.parametrize("build", BUILDS, ids=str)

@@ -16,10 +16,11 @@ import torch
 from motet.adapters.adapter import MODULES, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.attention import AttentionBatch
-from motet.kernels.backend import Kernels
+from motet.kernels.backend import Kernels, with_quantised_weights
 from motet.kernels.experts import Routing, choose_experts
 from motet.kernels.lora import ABSENT, LoraBatch, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
 from motet.kernels.norms import ACTIVATIONS, UNGATED, ClampedSwiglu, Ungated, activate, affine
+from motet.kernels.quantised import QuantisedWeight
 from motet.kernels.step import (
     Activate,
     Add,
@@ -227,8 +228,19 @@ ROUTINGS = (
 )
 
 
-@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing) -> None:
+def experts_of_four_bits(num_out: int, num_in: int, generator: torch.Generator) -> list[QuantisedWeight]:
+    experts = []
+    for _ in range(EXPERTS):
+        codes = torch.randint(0, 16, (num_out, num_in), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(-6, -3, (num_out, num_in // 8), generator=generator).float().exp2()
+        experts.append(QuantisedWeight(codes, "float4", scales, None, 8))
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("routing", "num_bits"), [*((each, 16) for each in ROUTINGS), *((each, 4) for each in ROUTINGS[:2])], ids=str
+)
+def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing, num_bits: int) -> None:
     """With adapters for experts and without, an expert that computes every row, and equal scores of all experts.
 
     Where several are chosen, they have biases and the clamped activation (gpt-oss).
@@ -236,6 +248,8 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing
     kernels, dtype = native
     if kernels.step is None:
         pytest.skip("oneDNN's linears serve")
+    kernels = with_quantised_weights(kernels, dtype, 2, rounds=False)
+    assert kernels.step is not None and kernels.quantised is not None
     top_k = routing.top_k
     generator = torch.Generator().manual_seed(top_k)
     draw = partial(torch.randn, generator=generator)
@@ -243,6 +257,9 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing
     table[0] = 0  # all experts are equally likely: the first ones are chosen
     gate_up = kernels.pack_experts((draw(EXPERTS, 2 * EXPERT_INNER, HIDDEN) / HIDDEN**0.5).to(dtype))
     down = kernels.pack_experts((draw(EXPERTS, HIDDEN, EXPERT_INNER) / EXPERT_INNER**0.5).to(dtype))
+    if num_bits == 4:
+        sides = ((2 * EXPERT_INNER, HIDDEN), (HIDDEN, EXPERT_INNER))
+        gate_up, down = (kernels.quantised.pack_experts(experts_of_four_bits(*side, generator)) for side in sides)
     activation = ClampedSwiglu(1.7, 1.5) if top_k > 1 else "silu"
     biases = [draw(EXPERTS, width).to(dtype) for width in (2 * EXPERT_INNER, HIDDEN)] if top_k > 1 else [None, None]
     router, gate = kernels.pack_linear(router), kernels.pack_linear(draw(1, HIDDEN).to(dtype))
@@ -286,11 +303,11 @@ def test_experts_in_a_step(native: tuple[Kernels, torch.dtype], routing: Routing
             groups = kernels.experts.group(chosen, weights, 0, EXPERTS)
             lora = None if adapters is None else kernels.expert_lora.of_pairs(adapters, groups, 0)
             of_each = rows[groups.rows]
-            y = kernels.experts.linear(of_each, gate_up, groups, biases[0])
+            y = kernels.expert_linear(of_each, gate_up, groups, biases[0])
             if lora is not None:
                 kernels.lora.add(y, of_each, pool, 0, lora, (0, 1))
             between = kernels.gated(y, activation)
-            y = kernels.experts.linear(between, down, groups, biases[1])
+            y = kernels.expert_linear(between, down, groups, biases[1])
             if lora is not None:
                 kernels.lora.add(y, between, pool, 0, lora, (2,))
             expected = kernels.experts.combine(y, groups, num_rows)

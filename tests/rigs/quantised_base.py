@@ -52,6 +52,16 @@ def gptq(weight: torch.Tensor) -> Stored:
     return stored, expected
 
 
+def awq(weight: torch.Tensor) -> Stored:
+    codes, scales, zeros, expected = of_four_bits(weight)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]  # which of eight outputs is at each place of a word
+
+    def words(numbers: torch.Tensor) -> torch.Tensor:
+        return packed(numbers.t().unflatten(1, (-1, 8))[..., order].flatten(1), 4)
+
+    return {"qweight": words(codes), "qzeros": words(zeros), "scales": scales.t().half()}, expected
+
+
 def int4(weight: torch.Tensor) -> Stored:
     codes, scales, zeros, expected = of_four_bits(weight)
     padded = torch.nn.functional.pad(zeros, (0, 0, 0, -len(zeros) % 8))
@@ -102,6 +112,7 @@ def _of_compressed_tensors(file_format: str, inputs: dict[str, Any] | None = Non
 TOKENS = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token", "symmetric": True}
 FORMATS: dict[str, tuple[Callable[[torch.Tensor], Stored], dict[str, Any]]] = {
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
     "int4": (
         int4,
         _of_compressed_tensors("pack-quantized", num_bits=4, strategy="group", group_size=GROUP, symmetric=False),

@@ -23,6 +23,9 @@ from .layers import (
     ExpertMlp,
     ForwardContext,
     GatedMlp,
+    LoraLinear,
+    Mixer,
+    Mlp,
     RecurrentMixer,
     TokenEmbeddings,
     UngatedMlp,
@@ -103,27 +106,39 @@ class Decoder:
 
 
 def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: torch.dtype) -> None:
-    """How many of the layers' linears have weights of four or eight bits in memory."""
-    mixers = [layer.attention for layer in layers]
-    mixers += [mixer.beside for mixer in mixers if isinstance(mixer, Attention) and mixer.beside is not None]
-    linears = []
-    for mixer in mixers:
-        if isinstance(mixer, ExpertMlp):
-            continue
-        assert isinstance(mixer, Attention | LatentAttention | RecurrentMixer | UngatedMlp)
-        linears.append(mixer.output)
-        linears += [mixer.qkv] if isinstance(mixer, Attention) else []
-        linears += [mixer.inputs] if isinstance(mixer, LatentAttention | RecurrentMixer) else []
-        linears += [mixer.up] if isinstance(mixer, UngatedMlp) else []
-        linears += [mixer.queries] if isinstance(mixer, LatentAttention) and mixer.queries is not None else []
-    for layer in layers:
-        linears += [layer.mlp.gate_up, layer.mlp.down] if isinstance(layer.mlp, GatedMlp) else []
-        linears += [layer.mlp.up, layer.mlp.output] if isinstance(layer.mlp, UngatedMlp) else []
-    count = sum(kernels.takes(linear.weight) for linear in linears)
+    """How many of the layers' weights have four or eight bits in memory."""
+    weights = [weight for layer in layers for part in (layer.attention, layer.mlp) for weight in _weights(part)]
+    weights += [weight for layer in layers if layer.beside is not None for weight in _weights(layer.beside.experts)]
     _log.info(
-        "of %d linears of layers %d have weights of four or eight bits in memory, all else has %s",
-        *(len(linears), count, str(dtype).removeprefix("torch.")),
+        "of %d weights of layers, where all experts of one count as two, %d have four or eight bits in memory, "
+        "all else has %s",
+        *(len(weights), sum(map(kernels.takes, weights)), str(dtype).removeprefix("torch.")),
     )
+
+
+def _weights(part: Mixer | Mlp | None) -> list[LinearWeight]:
+    """Those of its linears, and of its experts."""
+    linears: list[LoraLinear | None] = []
+    match part:
+        case Attention():
+            linears = [part.qkv, part.output]
+        case LatentAttention():
+            linears = [part.inputs, part.queries, part.output]
+        case RecurrentMixer():
+            linears = [part.inputs, part.output]
+        case GatedMlp():
+            linears = [part.gate_up, part.down]
+        case UngatedMlp():
+            linears = [part.up, part.output]
+        case ExpertMlp():
+            linears = [*(part.latent or ())]
+    weights = [linear.weight for linear in linears if linear is not None]
+    if isinstance(part, Attention):
+        weights += _weights(part.beside)
+    if isinstance(part, ExpertMlp):
+        weights += [part.gate_up, part.down, *_weights(part.dense)]
+        weights += [] if part.shared is None else [part.shared.gate_up.weight, part.shared.down.weight]
+    return weights
 
 
 def _guessing_layers(num_layers: int, checkpoint: WeightSource) -> Iterator[str]:

@@ -8,8 +8,8 @@ import torch
 
 from ...adapters.adapter import LATENT_EXPERT_MODULES, NARROW_MODULES, ROUTER, SHARED_MODULES
 from .family import ExpertNames
-from .layer_reader import LayerReader
-from .layers import ExpertMlp, ExpertsBeside, GatedMlp, SharedExpert, WideLinear
+from .layer_reader import LayerReader, StoredWeight, some_columns, some_rows
+from .layers import ExpertMlp, ExpertsBeside, GatedMlp, LoraLinear, SharedExpert
 
 
 def load_experts(reader: LayerReader, dense: GatedMlp | None = None) -> ExpertMlp:
@@ -29,8 +29,8 @@ def load_experts(reader: LayerReader, dense: GatedMlp | None = None) -> ExpertMl
     router, biases = f"{names.prefix}{names.router}", _expert_biases(reader, names) if names.take_turns else {}
     return ExpertMlp(
         router=reader.narrow(ROUTER, router, hidden, config.num_experts, biases.pop("router_bias", None)),
-        gate_up=reader.pack_experts(torch.stack(gate_up)),
-        down=reader.pack_experts(torch.stack(down)),
+        gate_up=reader.packed_experts(gate_up),
+        down=reader.packed_experts(down),
         first=first,
         num_experts=stop - first,
         routing=config.routing,
@@ -44,7 +44,10 @@ def load_experts(reader: LayerReader, dense: GatedMlp | None = None) -> ExpertMl
     )
 
 
-def _single_experts(reader: LayerReader, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+_Weights = tuple[list[StoredWeight], list[StoredWeight]]
+
+
+def _single_experts(reader: LayerReader, names: ExpertNames) -> _Weights:
     """gate and up, and down, of this worker's experts, `[2 * features, hidden]` and `[hidden, features]` each.
 
     Without a gate the first is up alone; `hidden` is what experts read.
@@ -53,13 +56,12 @@ def _single_experts(reader: LayerReader, names: ExpertNames) -> tuple[list[torch
     assert config is not None
     hidden, width, ups = config.num_in(reader.config.hidden_size), config.intermediate_size, names.ups
     (first, stop), part = reader.sharding.experts, reader.sharding.expert_features
-    gate_up, down = [], []
+    gate_up, down = list[StoredWeight](), list[StoredWeight]()
     for expert in range(config.num_experts):
         path = f"{names.prefix}experts.{expert}."
         if first <= expert < stop:
-            halves = [reader.rows(path + name, hidden, width, part) for name in ups]
-            gate_up.append(torch.cat(halves))
-            down.append(reader.columns(path + names.down, width, hidden, part))
+            gate_up.append(reader.joined([reader.stored(path + name, hidden, width, part) for name in ups]))
+            down.append(reader.stored(path + names.down, width, hidden, columns=part))
         else:  # an expert of another worker: its shapes are checked, and nothing is read
             for name in ups:
                 reader.rows(path + name, hidden, width, (0, 0))
@@ -67,7 +69,7 @@ def _single_experts(reader: LayerReader, names: ExpertNames) -> tuple[list[torch
     return gate_up, down
 
 
-def _stacked_experts(reader: LayerReader, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _stacked_experts(reader: LayerReader, names: ExpertNames) -> _Weights:
     """The same of files where a layer's experts are one tensor, as transformers holds them."""
     config = reader.config.experts
     assert config is not None
@@ -90,19 +92,29 @@ def _one_by_one(reader: LayerReader, name: str, shape: tuple[int, int]) -> Itera
         yield from reader.checkpoint.take(f"{path}.{expert}", (1, *shape), rows=rows)
 
 
-def _fused_experts(reader: LayerReader, names: ExpertNames) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _fused_experts(reader: LayerReader, names: ExpertNames) -> _Weights:
     """The same of tensors whose columns are outputs (Llama 4, gpt-oss)."""
     config = reader.config.experts
     assert config is not None
-    hidden, width = reader.config.hidden_size, config.intermediate_size
-    part = slice(*reader.sharding.expert_features)
-    gate_up, down = (
-        _one_by_one(reader, f"{names.prefix}experts.{name}", shape)
-        for name, shape in (("gate_up_proj", (hidden, 2 * width)), ("down_proj", (width, hidden)))
-    )
+    hidden, width, part = reader.config.hidden_size, config.intermediate_size, reader.sharding.expert_features
+    gate_up = _with_rows(reader, f"{names.prefix}experts.gate_up_proj", hidden, 2 * width)
+    down = _with_rows(reader, f"{names.prefix}experts.down_proj", width, hidden)
     gate, up = (slice(0, None, 2), slice(1, None, 2)) if names.take_turns else (slice(width), slice(width, None))
-    halves = [torch.cat((both[:, gate][:, part], both[:, up][:, part]), dim=1).T for both in gate_up]
-    return halves, [each[part].T for each in down]
+    halves = ([some_rows(some_rows(both, half), slice(*part)) for half in (gate, up)] for both in gate_up)
+    return [reader.joined(each) for each in halves], [some_columns(each, part) for each in down]
+
+
+def _with_rows(reader: LayerReader, name: str, num_in: int, num_out: int) -> Iterator[StoredWeight]:
+    """Of such a tensor this worker's experts, `[out, in]` each. In few bits outputs are rows in the file, too."""
+    config, (first, stop) = reader.config.experts, reader.sharding.experts
+    assert config is not None
+    shape, rows = (config.num_experts * num_out, num_in), (first * num_out, stop * num_out)
+    narrow = reader.stored_narrow(f"{reader.prefix}{name}", shape, rows)
+    if narrow is None:
+        yield from (each.T for each in _one_by_one(reader, name, (num_in, num_out)))
+        return
+    for start in range(0, len(narrow.codes), num_out):
+        yield narrow.rows(slice(start, start + num_out))
 
 
 def _expert_biases(reader: LayerReader, names: ExpertNames) -> dict[str, torch.Tensor | None]:
@@ -153,33 +165,33 @@ def _shared_expert(reader: LayerReader, names: ExpertNames) -> SharedExpert | No
         return None
     path, width, has_bias = f"{names.prefix}{names.shared}", config.shared_intermediate_size, reader.config.mlp_bias
     ups = [f"{path}.{name}_proj" for name in ("gate", "up") if name == "up" or names.gate]
-    gate_up = torch.cat([reader.rows(name, hidden, width, part) for name in ups])
+    gate_up = [reader.stored(name, hidden, width, part) for name in ups]
     bias = torch.cat([reader.bias(name, width, part) for name in ups]) if has_bias else None
-    down = reader.columns(f"{path}.down_proj", width, hidden, part)
+    down = reader.packed_columns(f"{path}.down_proj", width, hidden, part)
     gate = None
     if config.shared_is_gated:
         gate = reader.narrow(NARROW_MODULES[0], f"{names.prefix}{names.shared_gate}", hidden, 1, None)
     *places, last = reader.places(*SHARED_MODULES[len(SHARED_MODULES) - 1 - len(ups) :])
     return SharedExpert(
-        WideLinear(reader.pack(gate_up), bias, tuple(places)),
-        WideLinear(reader.pack(down), reader.sum_bias(f"{path}.down_proj", hidden, has_bias), (last,)),
+        LoraLinear(reader.packed(gate_up), bias, tuple(places)),
+        LoraLinear(down, reader.sum_bias(f"{path}.down_proj", hidden, has_bias), (last,)),
         gate,
     )
 
 
-def _latent_linears(reader: LayerReader) -> tuple[WideLinear, WideLinear] | None:
+def _latent_linears(reader: LayerReader) -> tuple[LoraLinear, LoraLinear] | None:
     """Whole on every worker: the second one is linear, so that it may have a partial sum of the experts."""
     config, hidden = reader.config.experts, reader.config.hidden_size
     if config is None or config.latent_size is None:
         return None
     first, second = (reader.path(module) for module in LATENT_EXPERT_MODULES)
-    rows = reader.rows(first, hidden, config.latent_size, None), reader.rows(second, config.latent_size, hidden, None)
+    weights = reader.stored(first, hidden, config.latent_size), reader.stored(second, config.latent_size, hidden)
     has_bias = reader.config.mlp_bias
     biases = (
         reader.bias(first, config.latent_size) if has_bias else None,
         reader.sum_bias(second, hidden, has_bias),
     )
     places = map(reader.places, LATENT_EXPERT_MODULES)
-    parts = zip(rows, biases, places, strict=True)
-    read, written = (WideLinear(reader.pack(weight), bias, at) for weight, bias, at in parts)
+    parts = zip(weights, biases, places, strict=True)
+    read, written = (LoraLinear(reader.packed([weight]), bias, at) for weight, bias, at in parts)
     return read, written

@@ -13,7 +13,7 @@ from .attention_loader import load_attention, load_latent_attention
 from .config import ModelConfig
 from .expert_loader import load_experts, load_experts_beside
 from .layer_input import LayerInput, LayerInputs
-from .layer_reader import LayerReader, StoredWeight
+from .layer_reader import LayerReader, StoredWeight, some_rows
 from .layers import DecoderLayer, GatedMlp, LoraLinear, Mixer, Mlp, RecurrentMixer, UngatedMlp
 from .recurrent_rules import load_group_norm, load_rule
 from .sharding import ModelSharding
@@ -100,7 +100,7 @@ def _recurrent(reader: LayerReader) -> RecurrentMixer:
     for name in names:
         weight, groups = reader.stored(shape.path(name), *shape.modules[name]), shape.output_groups.get(name)
         outputs = [slice(*piece) if groups is None else groups.order(*piece) for piece in part.outputs[name]]
-        rows += [_some_rows(weight, each) for each in outputs]
+        rows += [some_rows(weight, each) for each in outputs]
         if config.has_bias:
             bias = reader.checkpoint.take(f"{reader.prefix}{shape.path(name)}.bias", (shape.modules[name][1],))
             biases += [bias[each] for each in outputs]
@@ -184,7 +184,3 @@ def _activation(reader: LayerReader, activation: Ungated) -> Ungated:
 
 def _softplus(x: float) -> float:
     return math.log1p(math.exp(-abs(x))) + max(x, 0.0)
-
-
-def _some_rows(weight: StoredWeight, rows: slice | list[int]) -> StoredWeight:
-    return weight[rows] if isinstance(weight, torch.Tensor) else weight.rows(rows)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ...kernels.backend import Kernels, LinearWeight
+from ...kernels.experts import ExpertWeight
 from ...kernels.quantised import QuantisedWeight, joined
 from .layers import LoraLinear, NarrowLinear
 from .sharding import ModelSharding, Range
@@ -19,6 +20,14 @@ def load_norm_bias(name: str, width: int, sharding: ModelSharding, checkpoint: W
 
 
 StoredWeight = torch.Tensor | QuantisedWeight  # `[out, in]`
+
+
+def some_rows(weight: StoredWeight, rows: slice | list[int]) -> StoredWeight:
+    return weight[rows] if isinstance(weight, torch.Tensor) else weight.rows(rows)
+
+
+def some_columns(weight: StoredWeight, part: Range) -> StoredWeight:
+    return weight[:, slice(*part)] if isinstance(weight, torch.Tensor) else weight.columns(*part)
 
 
 def load_norm(
@@ -64,23 +73,46 @@ class LayerReader:
     ) -> StoredWeight:
         """A weight or a part of it, in few bits if the file has it so and the kernels multiply such."""
         path, shape = f"{self.prefix}{name}.weight", (num_out, num_in)
-        if self._quantised is not None and (weight := self.checkpoint.take_quantised(path, shape, rows, columns)):
-            return weight
-        return self.checkpoint.take(path, shape, rows=rows, columns=columns)
+        narrow = self.stored_narrow(path, shape, rows, columns)
+        return self.checkpoint.take(path, shape, rows=rows, columns=columns) if narrow is None else narrow
+
+    def stored_narrow(
+        self, path: str, shape: tuple[int, int], rows: Range | None = None, columns: Range | None = None
+    ) -> QuantisedWeight | None:
+        """See `WeightSource.take_quantised`; None also if the kernels multiply no such weights."""
+        return None if self._quantised is None else self.checkpoint.take_quantised(path, shape, rows, columns)
+
+    def joined(self, weights: Sequence[StoredWeight]) -> StoredWeight:
+        """The outputs of all, side by side: in few bits if all are stored alike."""
+        narrow = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+        together = joined(narrow) if len(narrow) == len(weights) else None
+        return torch.cat([self._wide(weight) for weight in weights]) if together is None else together
 
     def packed(self, weights: Sequence[StoredWeight]) -> LinearWeight:
         """The outputs of all, side by side: in few bits if all are, or are to be rounded to eight."""
+        weight = self.joined(weights)
         if self._quantised is None:
-            return self.pack_layer(torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)]))
-        narrow = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
-        together = joined(narrow) if len(narrow) == len(weights) else None
-        if together is not None and (packed := self._quantised.pack(together)) is not None:
+            return self.pack_layer(self._wide(weight))
+        if isinstance(weight, QuantisedWeight) and (packed := self._quantised.pack(weight)) is not None:
             return packed
-        dtype = self._quantised.dtype
-        wide = [each.dequantised().to(dtype) if isinstance(each, QuantisedWeight) else each for each in weights]
         if self._quantised.rounds:
-            return self._quantised.pack(QuantisedWeight.of_eight_bits(torch.cat(wide)))
-        return self.pack_layer(torch.cat(wide))
+            return self._quantised.pack(QuantisedWeight.of_eight_bits(self._wide(weight)))
+        return self.pack_layer(self._wide(weight))
+
+    def packed_experts(self, weights: Sequence[StoredWeight]) -> ExpertWeight:
+        """Those of a layer's experts, one for each: in four bits if all are."""
+        narrow = [weight for weight in weights if isinstance(weight, QuantisedWeight)]
+        if self._quantised is not None and len(narrow) == len(weights):
+            packed = self._quantised.pack_experts(narrow)
+            if packed is not None:
+                return packed
+        return self.pack_experts(torch.stack([self._wide(weight) for weight in weights]))
+
+    def _wide(self, weight: StoredWeight) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            return weight
+        assert self._quantised is not None, "else none is stored narrow"
+        return weight.dequantised().to(self._quantised.dtype)
 
     def packed_columns(self, name: str, num_in: int, num_out: int, part: Range) -> LinearWeight:
         if self._quantised is None or not self._quantised.rounds:
@@ -88,10 +120,10 @@ class LayerReader:
         # A row's scale is that of all its inputs, so that gangs of all sizes have the same weights.
         stored = self.stored(name, num_in, num_out)
         if isinstance(stored, QuantisedWeight):
-            if (packed := self._quantised.pack(stored.columns(*part))) is not None:
+            packed = self._quantised.pack(stored.columns(*part))
+            if packed is not None:
                 return packed
-            stored = stored.dequantised().to(self._quantised.dtype)
-        return self._quantised.pack(QuantisedWeight.of_eight_bits(stored).columns(*part))
+        return self._quantised.pack(QuantisedWeight.of_eight_bits(self._wide(stored)).columns(*part))
 
     def rows(self, name: str, num_in: int, num_out: int, part: Range | None) -> torch.Tensor:
         return self.checkpoint.take(f"{self.prefix}{name}.weight", (num_out, num_in), rows=part)

@@ -70,17 +70,6 @@ class LoraLinear:
 
 
 @dataclass(frozen=True)
-class WideLinear(LoraLinear):
-    """A linear whose weight has 16 or 32 bits where those of the layer's own projections may have eight."""
-
-    def __call__(self, x: torch.Tensor, layer: int, context: ForwardContext) -> torch.Tensor:
-        y = context.kernels.linear(x, self.weight, self.bias)
-        if context.lora is not None:
-            context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
-        return y
-
-
-@dataclass(frozen=True)
 class NarrowLinear(LoraLinear):
     """A linear of few outputs: its adapters' outputs are padded, see `BaseShape.padding`."""
 
@@ -330,8 +319,8 @@ def _inner(gate_up: torch.Tensor, activation: Activation, kernels: Kernels) -> t
 class SharedExpert:
     """An expert that computes every row, weighted by a gate of its own (Qwen2-MoE) or as it is (DeepSeek)."""
 
-    gate_up: WideLinear  # to 2 * this worker's features, or without a gate as many
-    down: WideLinear
+    gate_up: LoraLinear  # to 2 * this worker's features, or without a gate as many
+    down: LoraLinear
     gate: NarrowLinear | None  # to 1
 
     def __call__(self, x: torch.Tensor, layer: int, activation: Activation, context: ForwardContext) -> torch.Tensor:
@@ -364,7 +353,7 @@ class ExpertMlp:
     factors: torch.Tensor | None = None  # [num_experts] float32, of the experts' weights
     # Experts read what the first gives, of fewer features than hidden, and their sum goes through the second, which is
     # linear (Nemotron-H). None: they read x.
-    latent: tuple[WideLinear, WideLinear] | None = None
+    latent: tuple[LoraLinear, LoraLinear] | None = None
 
     @property
     def up_modules(self) -> tuple[int, ...]:
@@ -375,7 +364,7 @@ class ExpertMlp:
         self, x: torch.Tensor, layer: int, context: ForwardContext, routed: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`routed`: what the router reads; None: x."""
-        kernels, lora = context.kernels.experts, context.kernels.lora
+        kernels, lora, multiply = context.kernels.experts, context.kernels.lora, context.kernels.expert_linear
         # Every worker chooses by itself; the same x gives the same choice.
         scores = self.router(x if routed is None else routed, layer, context)
         chosen, weights = choose_experts(scores, self.routing, self.choice_bias, self.factors)
@@ -387,11 +376,11 @@ class ExpertMlp:
         if self.routing.scales_inputs:
             pairs = pairs * groups.weights.to(x.dtype).unsqueeze(1)
             groups = replace(groups, weights=torch.ones_like(groups.weights))
-        gate_up = kernels.linear(pairs, self.gate_up, groups, self.gate_up_bias)
+        gate_up = multiply(pairs, self.gate_up, groups, self.gate_up_bias)
         if adapters is not None:
             lora.add(gate_up, pairs, context.pool, layer, adapters, self.up_modules)
         inner = _inner(gate_up, self.activation, context.kernels)
-        down = kernels.linear(inner, self.down, groups, self.down_bias)
+        down = multiply(inner, self.down, groups, self.down_bias)
         if adapters is not None:
             lora.add(down, inner, context.pool, layer, adapters, EXPERT_DOWN)
         y = kernels.combine(down, groups, len(x))
