@@ -199,8 +199,8 @@ def _with_current(state: NameState, target: AdapterVersion, now: float) -> NameS
         is_it = canary.version == target.version
         ending: Ending = "promoted" if is_it else "superseded"
         state = without_canary(state, ending, f"version {target.version} is current", now)
-    others = [facts for facts in state.rollout.others if facts.version != target.version]
-    rollout = with_others(state.rollout, others, before)
+    versions = [facts for facts in state.rollout.others if facts.version != target.version]
+    rollout = with_others(state.rollout, versions, before)
     shadow = rollout.shadow
     if shadow is not None and shadow.version == target.version:
         shadow = None

@@ -94,16 +94,17 @@ def rollout_of(current: AdapterVersion) -> Rollout:
     return _decode(current.rollout) if current.rollout else NOTHING
 
 
-def with_others(rollout: Rollout, others: Iterable[VersionFacts], addition: AdapterVersion | None = None) -> Rollout:
+def with_others(rollout: Rollout, versions: Iterable[VersionFacts], addition: AdapterVersion | None = None) -> Rollout:
     """With these versions, and `addition`, beside the current one."""
-    versions, invocations = [*others], {**rollout.invocations}
+    invocations = {**rollout.invocations}
     if addition is not None:
-        versions.append(facts_of(addition))
+        versions = (*versions, facts_of(addition))
         invocations[addition.version] = addition.invocation_token_ids
-    numbers = {facts.version for facts in versions}
+    by_number = sorted(versions, key=lambda facts: facts.version)
+    numbers = {facts.version for facts in by_number}
     return msgspec.structs.replace(
         rollout,
-        others=tuple(sorted(versions, key=lambda facts: facts.version)),
+        others=tuple(by_number),
         invocations={version: ids for version, ids in invocations.items() if version in numbers and ids},
     )
 
