@@ -36,7 +36,7 @@ def fill_store(root: Path, model_path: Path, adapters: Sequence[Path]) -> list[A
         config = (folder / "adapter_config.json").read_bytes()
         content = validate(config, folder / "adapter_model.safetensors", model.shape)
         store.put(content, [layout])
-        refs.append(AdapterRef(content.digest, content.module_ranks))
+        refs.append(AdapterRef(content.digest, content.module_ranks, content.invocation_token_ids))
     return refs
 
 
