@@ -95,7 +95,7 @@ def main() -> None:
             with_plain = conversations.hold(arguments.tokens - 32, 32, [*plain, None])
             rounds.append((with_plain, conversations.hold(arguments.tokens - 32, 32, [*activated, None])))
         engine.close()
-    result = {}
+    result: dict[str, float] = {}
     for index, name in enumerate(TURNS):
         key = name.replace(" ", "_")
         ratio = statistics.median(own[index].first_token_s / other[index].first_token_s for other, own in rounds)
