@@ -28,6 +28,7 @@ COMPUTED = frozenset(
         "alpha_pattern",
         "target_modules",
         "target_parameters",
+        "use_bdlora",
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
@@ -66,7 +67,6 @@ _CHANGING_INITIALISATIONS: Mapping[str, str] = {  # by prefix of the name: what 
     "loftq": "the adapter belongs to a quantized base: train it on the base that is served here",
 }
 _ONLY_PLAIN = "only plain LoRA is computed: train without it"
-_MERGE = "only plain LoRA is computed: merge this into a plain LoRA, or train without it"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,6 @@ REFUSED: Mapping[str, Refused] = {
     "modules_to_save": Refused("fully trained modules beside LoRA", unset=_EMPTY_IS_UNSET),
     "monteclora_config": Refused("Monte Carlo LoRA"),
     "trainable_token_indices": Refused("trained token embeddings", unset=_EMPTY_IS_UNSET),
-    "use_bdlora": Refused("block-diagonal LoRA", _MERGE),
     "use_dora": Refused("DoRA"),
     "use_qalora": Refused("QA-LoRA"),
 }
@@ -202,6 +201,7 @@ class LoraConfig:
     layers_pattern: tuple[str, ...]  # empty: any
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    num_blocks: int = 1  # of matrices that are block-diagonal (BD-LoRA)
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA; empty: it is a plain one
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
@@ -229,6 +229,7 @@ def parse_config(data: bytes) -> LoraConfig:
         alpha_pattern={
             key: _alpha(alpha, f"alpha_pattern[{quote(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
         },
+        num_blocks=_num_blocks(config.get("use_bdlora")),
         invocation_token_ids=_invocation(config.get("alora_invocation_tokens")),
         unknown=unknown,
     )
@@ -364,6 +365,15 @@ def _invocation(value: Any) -> tuple[int, ...]:
             f"alora_invocation_tokens = {quote(value)}: a list of at most {MAX_INVOCATION} token ids is needed"
         )
     return tuple(value)
+
+
+def _num_blocks(value: Any) -> int:
+    if value is None or value is False:
+        return 1
+    count = value.get("nblocks", 1) if isinstance(value, dict) else None
+    if type(count) is not int or not 1 <= count <= MAX_RANK:
+        raise AdapterInvalid(f"use_bdlora = {quote(value)}: an object with nblocks from 1 to {MAX_RANK} is needed")
+    return count
 
 
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:

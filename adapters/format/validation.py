@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from ..adapter import (
     EXPERT_MODULES,
     MODULES,
@@ -253,13 +255,13 @@ def validate(
     )
     names = _match_names([name for name in of_text if parse_fused_name(name) is None], targets, shape, prefix)
     for key, name in names.items():
-        _check_shape(name, key, file.entries[name].shape, targets, shape)
+        _check_shape(name, key, file.entries[name].shape, targets, shape, parsed.num_blocks)
     for key, name in fused_names.items():
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
     check_ranks(ranks_over_layers(_ranks(targets, parameters, shape), num_experts))
     left_out = _vision_problem(file, of_vision)
-    arrays = {key: _finite(file, name) for key, name in names.items()}
+    arrays = {key: _whole(_finite(file, name), _expected(key, targets, shape)) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
     matrices: dict[tuple[int, str], LoraMatrices] = {}
     for (layer, module), target in targets.items():
@@ -426,14 +428,40 @@ def _refuse_tensor(name: str, shape: BaseShape, prefix: str) -> None:
     )
 
 
-def _check_shape(
-    name: str, key: _Key, got: tuple[int, ...], targets: Mapping[tuple[int, str], Target], shape: BaseShape
-) -> None:
+def _expected(key: _Key, targets: Mapping[tuple[int, str], Target], shape: BaseShape) -> tuple[int, int]:
+    """The shape of a matrix."""
     layer, module, letter = key
-    rank = targets[layer, module].rank
     num_in, num_out = _sides_of(shape, layer, module)
-    expected = (rank, num_in) if letter == "A" else (num_out, rank)
-    if got != expected:
+    rank = targets[layer, module].rank
+    return (rank, num_in) if letter == "A" else (num_out, rank)
+
+
+def _whole(tensor: Tensor, expected: tuple[int, ...]) -> Tensor:
+    """The matrix of which a block-diagonal one has the blocks, one below the other; any other one as it is."""
+    if tensor.shape == expected:
+        return tensor
+    whole, num_blocks = np.zeros(expected, tensor.dtype), expected[1] // tensor.shape[1]
+    height, width = tensor.shape[0] // num_blocks, tensor.shape[1]
+    for block in range(num_blocks):
+        rows = slice(block * height, (block + 1) * height)
+        whole[rows, block * width : (block + 1) * width] = tensor[rows]
+    return whole
+
+
+def _check_shape(
+    name: str,
+    key: _Key,
+    got: tuple[int, ...],
+    targets: Mapping[tuple[int, str], Target],
+    shape: BaseShape,
+    num_blocks: int,
+) -> None:
+    """`num_blocks`: of a matrix that is block-diagonal, of which only the blocks are stored."""
+    layer, module, _ = key
+    rank, expected = targets[layer, module].rank, _expected(key, targets, shape)
+    num_in, num_out = _sides_of(shape, layer, module)
+    are_blocks = got == (expected[0], expected[1] // num_blocks) and not any(side % num_blocks for side in expected)
+    if got != expected and not are_blocks:
         raise AdapterInvalid(
             f"{name} has shape {list(got)}, expected {list(expected)}: adapter_config.json gives rank {rank}, and the "
             f"base's {module} has {num_in} inputs and {num_out} outputs"

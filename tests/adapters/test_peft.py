@@ -170,7 +170,6 @@ def test_rslora_divides_by_the_root() -> None:
         ({"alora_invocation_tokens": "invoke"}, "a list of at most 64 token ids"),
         ({"alora_invocation_tokens": [5] * 65}, "a list of at most 64 token ids"),
         ({"arrow_config": {"top_k": 1}}, "arrow_config"),
-        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"target_modules": ["q_proj", "embed_tokens"]}, "embed_tokens"),
         ({"target_modules": ["lm_head"]}, "lm_head"),

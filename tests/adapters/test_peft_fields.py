@@ -63,7 +63,7 @@ def test_a_refused_field_is_refused_by_name_and_may_be_unset(field: str) -> None
         parse_config(config_bytes(**{field: value}))
 
 
-@pytest.mark.parametrize("field", ["arrow_config", "kasa_config", "monteclora_config", "use_bdlora"])
+@pytest.mark.parametrize("field", ["arrow_config", "kasa_config", "monteclora_config"])
 def test_an_empty_object_turns_a_feature_on_in_peft(field: str) -> None:
     with pytest.raises(AdapterInvalid, match=field):
         parse_config(config_bytes(**{field: {}}))
@@ -127,13 +127,33 @@ SAVED: dict[str, tuple[dict[str, Any], str | None]] = {
     "trainable_token_indices": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
     "use_bdlora": (
         {"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2, match_strict=False)},
-        "use_bdlora",
+        None,
     ),
     "use_dora": ({"use_dora": True}, "use_dora"),
     "use_qalora": ({}, None),  # of quantised bases
     "use_rslora": ({"use_rslora": True}, None),
     "velora_config": ({"velora_config": VeloraConfig(num_groups=4)}, None),
 }
+
+
+def test_both_kinds_of_block_diagonal_matrices(tmp_path: Path) -> None:
+    blocks = BdLoraConfig(target_modules_bd_a=["q_proj"], target_modules_bd_b=["down_proj"], nblocks=2)
+    config = PeftLoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_bdlora=blocks)
+    model = get_peft_model(llama(), config).eval()
+    _train(model)
+    model.save_pretrained(tmp_path)
+    _assert_computes(_content(tmp_path), _logits(model))
+    saved = json.loads((tmp_path / "adapter_config.json").read_bytes())
+    saved["use_bdlora"]["nblocks"] = 4
+    (tmp_path / "adapter_config.json").write_text(json.dumps(saved))
+    with pytest.raises(AdapterInvalid, match=r"has shape \[\d+, \d+\], expected"):
+        _content(tmp_path)
+
+
+@pytest.mark.parametrize("value", [True, 2, {"nblocks": 0}, {"nblocks": "2"}, {"nblocks": 1000}])
+def test_a_wrong_number_of_blocks_is_named(value: Any) -> None:
+    with pytest.raises(AdapterInvalid, match=r"use_bdlora = .* an object with nblocks"):
+        parse_config(config_bytes(use_bdlora=value))
 
 
 def test_each_field_of_the_installed_peft_has_an_adapter() -> None:
