@@ -360,6 +360,21 @@ def test_a_state_for_which_host_memory_is_too_small_is_not_copied_out() -> None:
     assert s.load().gauges.num_host_pages == 2
 
 
+def test_a_state_that_was_made_anew_on_other_pages_is_not_copied_from_its_old_ones() -> None:
+    """Its first page may be the same: what waits to be copied may be evicted, and made again by another sequence."""
+    s, _ = state_rig(num_pages=30, tiers=TierSizes(host=30))
+    key, allocator, prefixes = state_key(keys_of(PROMPT)[-1]), s.memory.allocator, s.memory.prefixes
+    old = allocator.allocate(3)
+    assert old is not None and prefixes.insert_state(old, key, 7, 7)
+    prefixes.release(old)
+    s._tiers.offer(old, key)
+    prefixes.forget([key])
+    others = allocator.allocate(2) or ()
+    new = (old[0], *(allocator.allocate(3) or ())[1:])
+    assert {*others} == {*old[1:]} and prefixes.insert_state(new, key, 7, 7)
+    assert [move.source_pages for move in s._tiers.plan_moves()] == [new]
+
+
 def test_a_state_that_costs_more_to_copy_than_to_compute_is_not_copied() -> None:
     s, worker = state_rig(50, TierSizes(800), num_state_pages=20)
     ask(s, worker, asking(0, PROMPT, max_tokens=1))

@@ -215,8 +215,8 @@ class TierTraffic:
             self._tiers["host"] = TierSlots(sizes.host)
         if sizes.disk:
             self._tiers["disk"] = TierSlots(sizes.disk)
-        # What waits to be copied, oldest first: a filled page, or the pages of a state.
-        self._offered: dict[PageKey, tuple[int, ...]] = {}
+        # What waits to be copied, oldest first: a filled page, or a state. Where it lies may change until its turn.
+        self._offered: dict[PageKey, None] = {}
         self._moves: dict[int, _Move] = {}  # under way
         self._targets: dict[PageKey, tuple[int, ...]] = {}  # of what is being copied into the pool
         self._planned: list[PageMove] = []  # for the next plan
@@ -271,7 +271,7 @@ class TierTraffic:
         if not tiers or any(tier.works and (key in tier or tier.is_coming(key)) for tier in tiers):
             return
         if all(len(pages) <= tier.num_slots for tier in tiers):
-            self._offered[key] = pages
+            self._offered[key] = None
 
     def can_bring(self) -> bool:
         """More pages may begin to come into the pool now, if they are in a tier."""
@@ -472,8 +472,9 @@ class TierTraffic:
             slots: list[int] = []
             pages: list[int] = []
             while self._offered and len(pages) < max_pages:
-                key, going = next(iter(self._offered.items()))
-                if self._memory.prefixes.page_of(key) != going[0] or key in tier or tier.is_coming(key):
+                key = next(iter(self._offered))
+                going = self._memory.prefixes.pages_of(key)
+                if going is None or key in tier or tier.is_coming(key):
                     del self._offered[key]  # the page was evicted before its turn
                     continue
                 if pages and len(pages) + len(going) > max_pages:
