@@ -190,6 +190,14 @@ def test_a_changed_key_is_followed_or_refused(name: str, tmp_path: Path, request
     assert not wrong, f"of {len(changes)} changes, (key, value, what transformers does): {wrong}"
 
 
+def test_values_that_are_made_of_keys_have_their_bias(tmp_path: Path) -> None:
+    """Gemma 4 with `attention_bias`, of which no base is published."""
+    base = write_model("gemma4_dense", tmp_path / "base", attention_bias=True)
+    answer, expected = _Motet(tmp_path).logits(base), _transformers(base)
+    assert answer is not None and expected is not None
+    torch.testing.assert_close(answer, expected, atol=TOLERANCE, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [

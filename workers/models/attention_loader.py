@@ -74,11 +74,14 @@ def load_attention(reader: LayerReader, beside: RecurrentMixer | None) -> Attent
     if has_kv := sizes.kv_sources[layer] == layer:
         parts |= dict.fromkeys(("k_proj", "v_proj"), (num_kv, kv))
     weights = _qkv_weights(reader, parts, hidden)
+    stored = parts.keys() - ({"v_proj"} if sizes.keys_are_values[layer] else set())
     biases = {
         name: reader.checkpoint.take(f"{reader.prefix}{reader.path(name)}.bias", (size,), rows=part)
         for name, (size, part) in parts.items()
-        if config.qkv_bias
+        if config.qkv_bias and name in stored
     }
+    if biases and has_kv:
+        biases.setdefault("v_proj", biases["k_proj"])  # of values that are made of keys
     for name in ("q_proj", "k_proj") if has_kv else ("q_proj",):
         weights[name] = _weight_in_order(reader, weights[name], name)
         if name in biases:
