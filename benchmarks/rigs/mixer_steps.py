@@ -131,7 +131,7 @@ class Side:
 
 def side_of(model: ModelConfig, num_threads: int) -> Side:
     sharding, kernels = ModelSharding(model), choose_kernels(CPU, DTYPE, num_threads)
-    decoder = load_decoder(sharding, RandomWeights(is_narrow=False), kernels)
+    decoder = load_decoder(sharding, RandomWeights(), kernels)
     geometry = plan_pool(sharding, BLOCK_SIZE, DTYPE, POOL_BYTES)
     rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, model.max_model_len, CPU)
     layout, pool = sharding.layout(BLOCK_SIZE, "bfloat16"), make_pool(geometry, CPU)

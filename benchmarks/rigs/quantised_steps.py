@@ -1,4 +1,4 @@
-"""Decode steps of one base with weights of bfloat16, of int8 and of four bits, in turns in one process.
+"""Decode steps of one base with weights of bfloat16, of int8, FP8 and four bits, in turns in one process.
 
 A base of eight of TinyLlama-1.1B's layers with random weights that never lie in a file: 352 million in the layers'
 linears, which no cache holds, and 25 in the head, which stays in bfloat16. And one of two of gpt-oss-20b's layers, with
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from motet.kernels.backend import Kernels, choose_kernels, with_quantised_weights
-from motet.kernels.quantised import QuantisedWeight
+from motet.kernels.quantised import Numbers, QuantisedWeight
 from motet.workers.execution.runner import Runner
 from motet.workers.memory.page_arrays import make_pool, plan_pool
 from motet.workers.models.config import ModelConfig
@@ -45,6 +45,7 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
+NUMBERS: dict[str, Numbers] = {"int4": "uint4", "fp8": "float8", "mxfp4": "float4"}
 MIXTURE = {
     "architectures": ["GptOssForCausalLM"],
     "vocab_size": 12_000,
@@ -65,13 +66,13 @@ MIXTURE = {
 class RandomWeights:
     """A `WeightSource` of random numbers.
 
-    With `is_narrow` linears of layers are of four bits; of a mixture its experts are in MXFP4, and nothing else is.
+    `numbers`: of the linears of layers, of which those of experts alone are "float4", in MXFP4; None: all are bfloat16.
     """
 
     has_head = True
 
-    def __init__(self, *, is_narrow: bool, is_mixture: bool = False) -> None:
-        self._is_narrow, self._is_mixture = is_narrow, is_mixture
+    def __init__(self, numbers: Numbers | None = None) -> None:
+        self._numbers = numbers
         self._generator = torch.Generator().manual_seed(0)
 
     def take(
@@ -90,14 +91,17 @@ class RandomWeights:
     def take_quantised(
         self, name: str, shape: tuple[int, ...], rows: object = None, columns: object = None
     ) -> QuantisedWeight | None:
-        if not self._is_narrow or (self._is_mixture and "experts" not in name):
+        if self._numbers is None or (self._numbers == "float4" and "experts" not in name):
             return None
+        scales = torch.full((shape[0], shape[1] // GROUP), 0.2 * shape[1] ** -0.5)
+        if self._numbers == "float8":
+            wide = torch.empty(shape).normal_(generator=self._generator)
+            return QuantisedWeight(wide.to(torch.float8_e4m3fn), "float8", scales, None, GROUP)
         codes = torch.randint(0, 16, shape, generator=self._generator, dtype=torch.uint8)
-        if self._is_mixture:
+        if self._numbers == "float4":
             exponents = torch.randint(-9, -6, (shape[0], shape[1] // 32), generator=self._generator)
             return QuantisedWeight(codes, "float4", exponents.float().exp2(), None, 32)
-        zeros = torch.randint(5, 11, (shape[0], shape[1] // GROUP), generator=self._generator)
-        scales = torch.full(zeros.shape, 0.2 * shape[1] ** -0.5)
+        zeros = torch.randint(5, 11, scales.shape, generator=self._generator)
         return QuantisedWeight(codes, "uint4", scales, zeros.float(), GROUP)
 
     def __contains__(self, name: str) -> bool:
@@ -129,7 +133,7 @@ def weight_bytes(decoder: Decoder) -> int:
 
 
 class Bench:
-    """`kinds`: beside bfloat16, of "int8", "int4" and, of a mixture, "mxfp4"."""
+    """`kinds`: beside bfloat16, of "int8" and those of `NUMBERS`."""
 
     def __init__(self, num_threads: int, config: Mapping[str, Any], kinds: Sequence[str]) -> None:
         torch.set_num_threads(1)
@@ -145,8 +149,7 @@ class Bench:
 
     def _runner(self, kind: str, kernels: Kernels) -> Runner:
         model, sharding = self._model, ModelSharding(self._model)
-        weights = RandomWeights(is_narrow=kind in ("int4", "mxfp4"), is_mixture=model.experts is not None)
-        decoder = load_decoder(sharding, weights, kernels)
+        decoder = load_decoder(sharding, RandomWeights(NUMBERS.get(kind)), kernels)
         self.bytes[kind] = weight_bytes(decoder)
         geometry = plan_pool(sharding, BLOCK_SIZE, DTYPE, POOL_BYTES)
         rotary = rotary_tables(model.rotaries, model.layer_sizes.head_dims, model.max_model_len, CPU)
@@ -177,7 +180,7 @@ class Bench:
 def measure(num_threads: int = 2, num_rounds: int = 9) -> dict[str, float]:
     """By kind and sequences of a step, decodes per second over those of bfloat16; and gibibytes of weights."""
     figures = dict[str, float]()
-    for config, prefix, kinds in ((CONFIG, "", ("int8", "int4")), (MIXTURE, "experts_", ("mxfp4",))):
+    for config, prefix, kinds in ((CONFIG, "", ("int8", "int4", "fp8")), (MIXTURE, "experts_", ("mxfp4",))):
         bench = Bench(num_threads, config, kinds)
         for num_sequences, name in ((1, "one"), (8, "8"), (64, "64")):
             for kind, ratio in bench.speeds(num_sequences, num_rounds).items():

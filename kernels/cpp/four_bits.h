@@ -1,18 +1,18 @@
-// Linear layers on weights of four bits, packed by ../native/quantised_linear.py. The contract is ../quantised.py.
+// Linear layers on weights of four bits, or of float8_e4m3fn, packed by ../native/quantised_linear.py. The contract is
+// ../quantised.py.
 //
-// Each code stands for one of 16 numbers, less a zero point of its group of inputs, times the group's scale, which is a
-// float, or of eight bits if all are powers of two. A
-// word has the codes of eight inputs of an output: of even ones in its low half, of odd ones in its high half, the first
-// ones lowest. x keeps its dtype, and sums of a group are floats.
+// Each code stands for a number, by code_tables.h, less a zero point of its group of inputs, times the group's scale, which
+// is a float, or of eight bits if all are powers of two. x keeps its dtype, and sums of a group are floats.
 #pragma once
 
 #include <vector>
 
+#include "code_tables.h"
 #include "quantised_linear.h"
 
 namespace motet {
 
-constexpr int64_t kCodes = 8;  // of a word
+constexpr int64_t kUnit = 8;  // inputs, of which there are a multiple in each group
 // Rows of a tile: few with all vectors of a panel, or more with some of them, so that their sums fill the registers.
 #ifdef __AVX512F__
 constexpr int kFewRows = 4, kCodeRows = 12, kCodeVectors = 2;
@@ -20,107 +20,6 @@ constexpr int kFewRows = 4, kCodeRows = 12, kCodeVectors = 2;
 constexpr int kFewRows = 3, kCodeRows = kTileRows, kCodeVectors = 1;
 #endif
 constexpr int64_t kPartInputs = 128;  // of which the numbers stay in the first cache level, for the next tiles of rows
-
-inline Floats widen_bytes(const int8_t* from) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(__AVX2__)
-    const __m128i first = _mm_loadl_epi64((const __m128i*)from), last = _mm_loadl_epi64((const __m128i*)(from + 8));
-    return {(FloatPart)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(first)),
-            (FloatPart)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(last))};
-#else
-    float wide[kLanes];
-    for (int i = 0; i < kLanes; i++) wide[i] = float(from[i]);
-    return load(wide);
-#endif
-}
-
-// Powers of two by their exponents, more by 127.
-inline Floats widen_exponents(const uint8_t* from) {
-#if defined(__AVX512F__)
-    const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
-    return (Floats)_mm512_castsi512_ps(_mm512_slli_epi32(wide, 23));
-#else
-    uint32_t bits[kLanes];
-    float wide[kLanes];
-    for (int i = 0; i < kLanes; i++) bits[i] = uint32_t(from[i]) << 23;
-    std::memcpy(wide, bits, sizeof wide);
-    return load(wide);
-#endif
-}
-
-// The numbers of 16 outputs for the inputs that the CPU multiplies at once, from their words.
-template <class Input>
-struct CodeTable;
-
-#ifdef MOTET_BF16_PRODUCTS
-template <>
-struct CodeTable<Bfloat16> {
-    typedef __m512bh Value;
-    __m512i numbers;  // twice, because a look-up takes five bits of a code and what lies above it
-    explicit CodeTable(const float* table) {
-        Bfloat16 twice[32];
-        for (int i = 0; i < 32; i++) assign(twice[i], table[i % 16]);
-        std::memcpy(&numbers, twice, sizeof numbers);
-    }
-    Value of(const uint32_t* words, int step) const {
-        return at(_mm512_srli_epi16(_mm512_loadu_si512(words), unsigned(4 * step)));
-    }
-    Value at(__m512i codes) const { return (Value)_mm512_permutexvar_epi16(codes, numbers); }
-    static Value kept(const Bfloat16* from) { return (Value)_mm512_loadu_si512(from); }
-    static void keep(Bfloat16* to, const Value& weights) { _mm512_storeu_si512(to, (__m512i)weights); }
-    static Value all(const Bfloat16* x) {  // two inputs, as a float, because GCC takes integers through other registers
-        float both;
-        std::memcpy(&both, x, sizeof both);
-        return (Value)_mm512_set1_ps(both);
-    }
-    static void add(Floats& sum, const Value& weights, const Value& x) {
-        sum = (Floats)_mm512_dpbf16_ps((__m512)sum, x, weights);
-    }
-};
-#endif
-
-template <>
-struct CodeTable<float> {
-    typedef Floats Value;
-    static Value kept(const float* from) { return load(from); }
-    static void keep(float* to, const Value& weights) { store(to, weights); }
-    static Value all(const float* x) {
-#if defined(__AVX__) && !defined(__AVX512F__)
-        const FloatPart value = (FloatPart)_mm256_broadcast_ss(x);  // GCC would load it and broadcast then
-        return {value, value};
-#else
-        return broadcast(*x);
-#endif
-    }
-    static void add(Floats& sum, const Value& weights, const Value& x) { sum += weights * x; }
-#if defined(__AVX512F__)
-    __m512 numbers;
-    explicit CodeTable(const float* table) : numbers(_mm512_loadu_ps(table)) {}
-    Floats at(const uint32_t* words, int shift) const {
-        return (Floats)_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(words), unsigned(shift)), numbers);
-    }
-#elif defined(__AVX2__)
-    __m256 first, last;
-    explicit CodeTable(const float* table) : first(_mm256_loadu_ps(table)), last(_mm256_loadu_ps(table + 8)) {}
-    FloatPart half(const uint32_t* words, int shift) const {
-        const __m256i all = _mm256_loadu_si256((const __m256i*)words), codes = _mm256_srli_epi32(all, shift);
-        const __m256 is_last = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));  // the fourth bit as a sign
-        return (FloatPart)_mm256_blendv_ps(_mm256_permutevar8x32_ps(first, codes),
-                                           _mm256_permutevar8x32_ps(last, codes), is_last);
-    }
-    Floats at(const uint32_t* words, int shift) const { return {half(words, shift), half(words + 8, shift)}; }
-#else
-    const float* table;
-    explicit CodeTable(const float* table) : table(table) {}
-    Floats at(const uint32_t* words, int shift) const {
-        float numbers[kLanes];
-        for (int i = 0; i < kLanes; i++) numbers[i] = table[words[i] >> shift & 15];
-        return load(numbers);
-    }
-#endif
-    Value of(const uint32_t* words, int step) const { return at(words, step / 2 * 4 + step % 2 * 16); }
-};
 
 template <class T, class Y>
 struct CodeCall {
@@ -131,8 +30,8 @@ struct CodeCall {
     const float* scales;       // [panels, groups, outputs of a panel]; null: they are powers of two
     const uint8_t* exponents;  // of these, more by 127
     const int8_t* zeros;       // likewise; none: null
-    const float* table;
-    const T* bias;  // none: null
+    const float* table;        // of four bits; null: codes of eight, which are float8_e4m3fn
+    const T* bias;             // none: null
     Y* y;
     int64_t y_stride, num_in, num_out, group_size, num_parts, x_stride;  // `x_stride`: for matrix instructions
 };
@@ -175,12 +74,14 @@ struct PartScale {
 
 // Adds a part of some vectors of a panel, from `vector` on, to the totals of a tile of rows. `kept`: the numbers of the
 // weights, written if `is_first`; null: they are not kept.
-template <int kRows, int kVectors, class T, class Y>
+template <int kBits, int kRows, int kVectors, class T, class Y>
 void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const CodePart& part, int64_t row,
                 float* totals, typename Outputs<T>::Input* kept, bool is_first) {
     typedef typename Outputs<T>::Input Input;
-    typedef typename CodeTable<Input>::Value Value;
-    constexpr int64_t kDepth = Outputs<Input>::kDepth, kSteps = kCodes / kDepth, kWidth = kLanes * kDepth;
+    typedef CodeTable<Input, kBits> Table;
+    typedef typename Table::Value Value;
+    constexpr int64_t kCodes = 32 / kBits, kDepth = Outputs<Input>::kDepth, kSteps = kCodes / kDepth;
+    constexpr int64_t kWidth = kLanes * kDepth;
     const Input* x = call.x + row * call.num_in + part.start * kRows;
     Input* numbers = kept ? kept + vector * kWidth : nullptr;
     Floats sums[kRows][kVectors];
@@ -191,15 +92,15 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
     const auto add = [&](const Value(&weights)[kVectors]) __attribute__((always_inline)) {
 #pragma GCC unroll 12
         for (int m = 0; m < kRows; m++, x += kDepth) {
-            const Value inputs = CodeTable<Input>::all(x);
+            const Value inputs = Table::all(x);
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) CodeTable<Input>::add(sums[m][v], weights[v], inputs);
+            for (int v = 0; v < kVectors; v++) Table::add(sums[m][v], weights[v], inputs);
         }
     };
     const int64_t blocks = (part.stop - part.start) / kCodes;
     Value weights[kVectors];
     if (is_first) {
-        const CodeTable<Input> table(call.table);
+        const Table table(call.table);
         const uint32_t* words = call.weight + (panel * call.num_in + part.start) / kCodes * kNarrowOutputs;
         words += vector * kLanes;
         for (int64_t block = 0; block < blocks; block++, words += kNarrowOutputs) {
@@ -211,7 +112,7 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
                 for (int v = 0; v < kVectors; v++) weights[v] = table.of(words + v * kLanes, step);
                 if (numbers) {
 #pragma GCC unroll 4
-                    for (int v = 0; v < kVectors; v++) CodeTable<Input>::keep(numbers + v * kWidth, weights[v]);
+                    for (int v = 0; v < kVectors; v++) Table::keep(numbers + v * kWidth, weights[v]);
                     numbers += kNarrowVectors * kWidth;
                 }
                 add(weights);
@@ -220,7 +121,7 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
     } else {
         for (int64_t step = 0; step < blocks * kSteps; step++, numbers += kNarrowVectors * kWidth) {
 #pragma GCC unroll 4
-            for (int v = 0; v < kVectors; v++) weights[v] = CodeTable<Input>::kept(numbers + v * kWidth);
+            for (int v = 0; v < kVectors; v++) weights[v] = Table::kept(numbers + v * kWidth);
             add(weights);
         }
     }
@@ -233,14 +134,15 @@ void codes_tile(const CodeCall<T, Y>& call, int64_t panel, int64_t vector, const
     }
 }
 
-template <int kRows, class T, class Y>
+template <int kBits, int kRows, class T, class Y>
 void codes_tile_of(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part, int64_t row, int64_t num_rows,
                    float* totals, typename Outputs<T>::Input* kept, bool is_first) {
     if constexpr (kRows > 0) {
-        if (num_rows < kRows) return codes_tile_of<kRows - 1>(call, panel, part, row, num_rows, totals, kept, is_first);
+        if (num_rows < kRows)
+            return codes_tile_of<kBits, kRows - 1>(call, panel, part, row, num_rows, totals, kept, is_first);
         constexpr int kVectors = kRows <= kFewRows ? kNarrowVectors : kCodeVectors;
         for (int64_t vector = 0; vector < kNarrowVectors; vector += kVectors)
-            codes_tile<kRows, kVectors>(call, panel, vector, part, row, totals, kept, is_first);
+            codes_tile<kBits, kRows, kVectors>(call, panel, vector, part, row, totals, kept, is_first);
     }
 }
 
@@ -254,9 +156,10 @@ struct CodeTiles {
 
 // Keeps the numbers of a part of a panel, where registers hold no sums beside the table: those of `kTogether` vectors
 // side by side for all inputs, then those of the next.
-template <int kTogether, class T, class Y>
+template <int kBits, int kTogether, class T, class Y>
 void keep_numbers(const CodeCall<T, Y>& call, int64_t panel, const CodePart& part, typename Outputs<T>::Input* kept) {
-    typedef CodeTable<typename Outputs<T>::Input> Table;
+    typedef CodeTable<typename Outputs<T>::Input, kBits> Table;
+    constexpr int64_t kCodes = 32 / kBits;
     constexpr int64_t kDepth = Outputs<typename Outputs<T>::Input>::kDepth, kWidth = kLanes * kDepth;
     const Table table(call.table);
     const uint32_t* words = call.weight + (panel * call.num_in + part.start) / kCodes * kNarrowOutputs;
@@ -287,17 +190,18 @@ class FlushedFloats {
 // The inputs of a row in the order in which `codes_part_of_row` multiplies two at once.
 inline void pair_inputs(const Bfloat16* x, int64_t num_in, Bfloat16* to) {
     constexpr int kOrder[] = {2, 0, 3, 1, 6, 4, 7, 5};
-    for (int64_t i = 0; i < num_in; i += kCodes)
-        for (int place = 0; place < kCodes; place++) to[i + place] = x[i + kOrder[place]];
+    for (int64_t i = 0; i < num_in; i += kUnit)
+        for (int place = 0; place < kUnit; place++) to[i + place] = x[i + kOrder[place]];
 }
 
 // Adds a part of a panel to the totals of a lone row, by products of vectors, which for one row are faster, to the same
 // bits as in tiles. Of each 32 inputs matrix instructions add up the products of even ones, those of odd ones, and both
 // to what there was. A product of vectors multiplies first the upper and then the lower one of two inputs.
-template <class Y>
+template <int kBits, class Y>
 void codes_part_of_row(const CodeCall<Bfloat16, Y>& call, int64_t panel, const CodePart& part, int64_t row,
                        const Bfloat16* paired, float* totals) {
-    typedef CodeTable<Bfloat16> Table;
+    typedef CodeTable<Bfloat16, kBits> Table;
+    constexpr int64_t kCodes = 32 / kBits;
     const Table table(call.table);
     const uint32_t* words = call.weight + (panel * call.num_in + part.start) / kCodes * kNarrowOutputs;
     Floats sums[kNarrowVectors];
@@ -308,19 +212,23 @@ void codes_part_of_row(const CodeCall<Bfloat16, Y>& call, int64_t panel, const C
 #pragma GCC unroll 4
         for (int v = 0; v < kNarrowVectors; v++) even[v] = odd[v] = Floats{};
         for (int64_t i = start; i < std::min(part.stop, start + kTileInputs); i += kCodes, words += kNarrowOutputs) {
-            const Bfloat16* x = paired + i;
-            const Table::Value inputs[] = {Table::all(x), Table::all(x + 2), Table::all(x + 4), Table::all(x + 6)};
+            typename Table::Value inputs[kCodes / 2];
+#pragma GCC unroll 4
+            for (int pair = 0; pair < kCodes / 2; pair++) inputs[pair] = Table::all(paired + i + 2 * pair);
 #pragma GCC unroll 4
             for (int v = 0; v < kNarrowVectors; v++) {
                 __builtin_prefetch((const char*)(words + v * kLanes) + kWeightsAhead, 0, 2);
                 const __m512i codes = _mm512_loadu_si512(words + v * kLanes);
                 constexpr __mmask32 kLower = 0x55555555;
-                const __m512i of_even = _mm512_mask_srli_epi16(_mm512_slli_epi32(codes, 16), kLower, codes, 4);
-                const __m512i of_odd = _mm512_mask_blend_epi16(kLower, codes, _mm512_srli_epi32(codes, 20));
-                Table::add(even[v], table.at(of_even), inputs[0]);
-                Table::add(odd[v], table.at(of_odd), inputs[1]);
-                Table::add(even[v], table.at(_mm512_srli_epi16(of_even, 8)), inputs[2]);
-                Table::add(odd[v], table.at(_mm512_srli_epi16(of_odd, 8)), inputs[3]);
+                const __m512i upper = _mm512_slli_epi32(codes, 16), lower = _mm512_srli_epi32(codes, 16 + kBits);
+                const __m512i of_even = _mm512_mask_srli_epi16(upper, kLower, codes, kBits);
+                const __m512i of_odd = _mm512_mask_blend_epi16(kLower, codes, lower);
+#pragma GCC unroll 2
+                for (int shift = 0; shift < 16; shift += 2 * kBits) {
+                    const typename Table::Value* x = inputs + shift / kBits;
+                    Table::add(even[v], table.at(_mm512_srli_epi16(of_even, unsigned(shift))), x[0]);
+                    Table::add(odd[v], table.at(_mm512_srli_epi16(of_odd, unsigned(shift))), x[1]);
+                }
             }
         }
 #pragma GCC unroll 4
@@ -333,11 +241,11 @@ void codes_part_of_row(const CodeCall<Bfloat16, Y>& call, int64_t panel, const C
 
 // Adds a part of a panel to the totals of rows by matrix instructions. The last tile of 16 rows ends with the last row:
 // of rows that it has in common with the one before, only the first sums count.
-template <class Y>
+template <int kBits, class Y>
 void codes_part_in_tiles(const CodeCall<Bfloat16, Y>& call, int64_t panel, const CodePart& part, int64_t first,
                          int64_t num_rows, float* totals, Bfloat16* kept) {
     constexpr int kVectors = 2;  // as `tile_sums` takes them
-    keep_numbers<kVectors>(call, panel, part, kept);
+    keep_numbers<kBits, kVectors>(call, panel, part, kept);
     finish_stores();
     const int64_t height = std::min<int64_t>(num_rows, kLanes), stop = first + num_rows, last = stop - height;
     alignas(64) float sums[2][kLanes][kVectors * kLanes];
@@ -364,7 +272,7 @@ void codes_part_in_tiles(const CodeCall<Bfloat16, Y>& call, int64_t panel, const
 #endif
 
 // Computes tiles `first` to `last` for panels `start` to `stop` of outputs, of which the first is of panel `zeroth`.
-template <class T, class Y>
+template <int kBits, class T, class Y>
 void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t first, int64_t last, int64_t start,
                   int64_t stop, int64_t zeroth) {
     typedef typename Outputs<T>::Input Input;
@@ -396,12 +304,12 @@ void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t fi
                 paired.resize(std::max(paired.size(), size_t(call.num_in)));
                 pair_inputs(call.x + first_row * call.x_stride, call.num_in, paired.data());
                 return compute([&](int64_t panel, const CodePart& part) {
-                    codes_part_of_row(call, panel, part, first_row, paired.data(), totals);
+                    codes_part_of_row<kBits>(call, panel, part, first_row, paired.data(), totals);
                 });
             }
             configure_tiles(int(std::min<int64_t>(num_rows, kLanes)));
             compute([&](int64_t panel, const CodePart& part) {
-                codes_part_in_tiles(call, panel, part, first_row, num_rows, totals, kept.data());
+                codes_part_in_tiles<kBits>(call, panel, part, first_row, num_rows, totals, kept.data());
             });
             return _tile_release();
         }
@@ -409,10 +317,10 @@ void codes_panels(const CodeCall<T, Y>& call, const CodeTiles& tiles, int64_t fi
     const bool keeps_first = kCodeVectors == kNarrowVectors && num_rows > kFewRows;
     const bool keeps = keeps_first || last - first > 1;
     compute([&](int64_t panel, const CodePart& part) {
-        if (keeps_first) keep_numbers<kNarrowVectors>(call, panel, part, kept.data());
+        if (keeps_first) keep_numbers<kBits, kNarrowVectors>(call, panel, part, kept.data());
         for (int64_t tile = first; tile < last; tile++)
-            codes_tile_of<kCodeRows>(call, panel, part, tiles.row(tile), tiles.row(tile + 1) - tiles.row(tile), totals,
-                                     keeps ? kept.data() : nullptr, tile == first && !keeps_first);
+            codes_tile_of<kBits, kCodeRows>(call, panel, part, tiles.row(tile), tiles.row(tile + 1) - tiles.row(tile),
+                                            totals, keeps ? kept.data() : nullptr, tile == first && !keeps_first);
     });
 }
 
@@ -435,7 +343,7 @@ void order_inputs(const T* x, int64_t x_stride, const RowGroups& groups, int64_t
                   int num_threads) {
     typedef typename Outputs<T>::Input Input;
     constexpr int64_t kDepth = Outputs<T>::kDepth;
-    share_rows(num_in / kCodes, kCodes * groups.num_rows(), num_threads, [&](int64_t start, int64_t end) {
+    share_rows(num_in / kUnit, kUnit * groups.num_rows(), num_threads, [&](int64_t start, int64_t end) {
         for (int64_t group = 0; group < groups.count; group++) {
             const CodeTiles tiles = groups.tiles(group);
             for (int64_t tile = 0; tile < tiles.count; tile++) {
@@ -443,7 +351,7 @@ void order_inputs(const T* x, int64_t x_stride, const RowGroups& groups, int64_t
                 for (int64_t m = 0; m < rows; m++) {
                     const T* from = x + (first + m) * x_stride;
                     Input* own = to + first * num_in + m * kDepth;
-                    for (int64_t i = start * kCodes; i < end * kCodes; i += kDepth)
+                    for (int64_t i = start * kUnit; i < end * kUnit; i += kDepth)
                         for (int64_t d = 0; d < kDepth; d++) assign(own[i * rows + d], to_float(from[i + d]));
                 }
             }
@@ -492,9 +400,15 @@ void linear_of_codes(const T* x, int64_t x_stride, const RowGroups& groups, Code
                      const int64_t zeroth = group * num_panels;
                      CodeCall<T, Y> own = call;
                      if (own.bias) own.bias += group * call.num_out;
-                     for (int64_t tile = 0; tile < tiles.count; tile += near)
-                         codes_panels(own, tiles, tile, std::min(tile + near, tiles.count), zeroth + start,
-                                      zeroth + stop, zeroth);
+                     for (int64_t tile = 0; tile < tiles.count; tile += near) {
+                         const int64_t last = std::min(tile + near, tiles.count);
+                         if constexpr (takes_float8<T>())
+                             if (!own.table) {
+                                 codes_panels<8>(own, tiles, tile, last, zeroth + start, zeroth + stop, zeroth);
+                                 continue;
+                             }
+                         codes_panels<4>(own, tiles, tile, last, zeroth + start, zeroth + stop, zeroth);
+                     }
                  });
 }
 

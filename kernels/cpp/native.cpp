@@ -97,6 +97,7 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
                                            int64_t num_out, int num_threads) {                                         \
         linear_of_bytes(x, x_stride, num_rows, weight, scales, bias, y, y_stride, num_in, num_out, num_threads);       \
     }                                                                                                                  \
+    MOTET_CALL int64_t linear_takes_float8_##NAME() { return takes_float8<T>(); }                                      \
     MOTET_CALL void linear_of_codes_##NAME(                                                                            \
         const T* x, int64_t x_stride, const int64_t* offsets, int64_t num_groups, const uint32_t* weight,              \
         const float* scales, const uint8_t* exponents, const int8_t* zeros, const float* table, const T* bias, T* y,   \

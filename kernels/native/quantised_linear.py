@@ -37,13 +37,13 @@ class PackedBytes:
 
 @dataclass(frozen=True)
 class PackedCodes:
-    """A weight `[num_out, num_in]` of four bits; outputs are padded to whole panels."""
+    """A weight `[num_out, num_in]` of four bits, or of float8_e4m3fn; outputs are padded to whole panels."""
 
-    panels: torch.Tensor  # [num_panels, words, outputs of a panel] int32, of eight codes each
+    panels: torch.Tensor  # [num_panels, words, outputs of a panel] int32, of eight codes each or of four
     # [num_panels, groups, outputs of a panel] float32, or uint8: the exponents of powers of two, more by 127
     scales: torch.Tensor
     zeros: torch.Tensor | None  # likewise, int8
-    table: torch.Tensor  # [16] float32: what each code stands for
+    table: torch.Tensor | None  # [16] float32: what each code of four bits stands for
     group_size: int
     num_out: int
     num_in: int
@@ -68,6 +68,8 @@ class NativeQuantised:
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int, rounds: bool) -> None:
         self.dtype, self.rounds, self._num_threads = dtype, rounds, num_threads
         self._of_bytes = kernel(library, "linear_of_bytes", "pnnppppnnni", dtype)
+        takes_float8 = library[f"linear_takes_float8_{str(dtype).removeprefix('torch.')}"]
+        self._takes_float8 = bool(takes_float8())
         self._of_codes = kernel(library, "linear_of_codes", "pnpnpppppppnnnni", dtype)
         panel = library["num_narrow_outputs"]
         panel.restype = ctypes.c_int
@@ -81,10 +83,10 @@ class NativeQuantised:
                 weight.rounds_inputs and weight.zeros is None and weight.scales.shape[1] == 1 and num_in <= _MOST_INPUTS
             )
             return self._packed_bytes(weight) if fits else None
-        return PackedCodes(*self._packed_codes([weight])) if _are_codes(weight) else None
+        return PackedCodes(*self._packed_codes([weight])) if self._are_codes(weight) else None
 
     def pack_experts(self, weights: Sequence[QuantisedWeight]) -> PackedExpertCodes | None:
-        if not (are_alike(weights) and all(map(_are_codes, weights))):
+        if not (are_alike(weights) and all(map(self._are_codes, weights))):
             return None
         return PackedExpertCodes(*self._packed_codes(weights), len(weights))
 
@@ -122,7 +124,14 @@ class NativeQuantised:
         zeros = None if weight.zeros is None else weight.zeros.data_ptr()
         self._of_codes(
             *(x.data_ptr(), x.stride(0), offsets, num_groups, weight.panels.data_ptr(), *weight.addresses, zeros),
-            *(weight.table.data_ptr(), own_bias, y.data_ptr(), y.stride(0), weight.num_in, weight.num_out),
+            *(
+                None if weight.table is None else weight.table.data_ptr(),
+                own_bias,
+                y.data_ptr(),
+                y.stride(0),
+                weight.num_in,
+                weight.num_out,
+            ),
             *(weight.group_size, self._num_threads),
         )
         return y
@@ -147,16 +156,20 @@ class NativeQuantised:
 
     def _packed_codes(
         self, weights: Sequence[QuantisedWeight]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor, int, int, int]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int, int, int]:
         """The fields of `PackedCodes`, of weights that are alike; each begins with a panel of its own."""
         first, panel = weights[0], self._panel
         num_out, num_in = first.codes.shape
         num_panels = -(-num_out // panel)
-        panels = self._room((len(weights) * num_panels, num_in // _CODES, panel), torch.int32)
+        is_float8 = first.numbers == "float8"
+        num_words = num_in // (_BYTES_AT_ONCE if is_float8 else _CODES)
+        panels = self._room((len(weights) * num_panels, num_words, panel), torch.int32)
         for place, weight in zip(panels.split(num_panels), weights, strict=True):
-            place.copy_(_words(pad(weight.codes, (0, 0, 0, -num_out % panel))).view(num_panels, panel, -1).mT)
+            codes = pad(weight.codes.view(torch.uint8), (0, 0, 0, -num_out % panel))
+            words = _words_of_bytes(codes) if is_float8 else _words(codes)
+            place.copy_(words.view(num_panels, panel, -1).mT)
         scales, zeros = torch.cat([self._in_panels(weight.scales) for weight in weights]), None
-        table = torch.tensor(FLOAT4)
+        table = None if is_float8 else torch.tensor(FLOAT4)
         if first.numbers == "uint4":
             table = torch.arange(16, dtype=torch.float32) - _MIDDLE
             points = [torch.zeros_like(each.scales) if each.zeros is None else each.zeros for each in weights]
@@ -170,6 +183,18 @@ class NativeQuantised:
         padded = pad(numbers, (0, 0, 0, -len(numbers) % self._panel))
         return padded.view(len(padded) // self._panel, self._panel, -1).transpose(1, 2).contiguous()
 
+    def _are_codes(self, weight: QuantisedWeight) -> bool:
+        """Whether it can be packed so."""
+        if weight.numbers == "float8":
+            if not self._takes_float8 or weight.zeros is not None or weight.codes.float().isnan().any():
+                return False
+        elif weight.numbers not in ("uint4", "float4"):
+            return False
+        if weight.zeros is not None and not torch.equal(weight.zeros.round(), weight.zeros):
+            return False
+        num_in, is_in_order = weight.codes.shape[1], weight.group_of is None
+        return is_in_order and num_in % _CODES == 0 and (weight.group_size % _CODES == 0 or weight.group_size >= num_in)
+
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """In huge pages. Weights share a chunk, because one weight alone would hardly fill a huge page."""
         num_bytes = math.prod(shape) * dtype.itemsize
@@ -179,21 +204,17 @@ class NativeQuantised:
         return room.view(dtype).view(*shape)
 
 
-def _are_codes(weight: QuantisedWeight) -> bool:
-    """Whether it can be packed in four bits."""
-    if weight.numbers not in ("uint4", "float4") or weight.group_of is not None:
-        return False
-    if weight.zeros is not None and not torch.equal(weight.zeros.round(), weight.zeros):
-        return False
-    num_in = weight.codes.shape[1]
-    return num_in % _CODES == 0 and (weight.group_size % _CODES == 0 or weight.group_size >= num_in)
-
-
 def _words(codes: torch.Tensor) -> torch.Tensor:
     """Codes `[out, in]` as int32 `[out, in / 8]`: those of even inputs in the low half, the first ones lowest."""
     eight = codes.unflatten(1, (-1, 2, 2, 2))  # input 4 a + 2 b + c, in the nibble b of the byte 2 c + a
     parts: torch.Tensor = eight[:, :, :, 0] | eight[:, :, :, 1] << 4
     return parts.mT.contiguous().flatten(2).view(torch.int32).squeeze(2)
+
+
+def _words_of_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """Bytes `[out, in]` as int32 `[out, in / 4]`, likewise."""
+    four: torch.Tensor = codes.unflatten(1, (-1, 2, 2))  # input 2 a + b, in the byte 2 b + a
+    return four.mT.contiguous().flatten(2).view(torch.int32).squeeze(2)
 
 
 def _narrowed(scales: torch.Tensor) -> torch.Tensor:

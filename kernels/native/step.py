@@ -232,7 +232,8 @@ class NativeStep:
         if weight.zeros is not None:
             self._tensors.append(weight.zeros)
             zeros = weight.zeros.data_ptr()
-        return [panels, scales, bias, *sizes, exponents, zeros, self._address(weight.table), weight.group_size]
+        table = 0 if weight.table is None else self._address(weight.table)
+        return [panels, scales, bias, *sizes, exponents, zeros, table, weight.group_size]
 
     @_fields.register
     def _(self, op: AddLora) -> list[int]:

@@ -22,7 +22,7 @@ class PlainQuantised:
         is_bytes = (
             weight.rounds_inputs and weight.numbers == "int8" and weight.zeros is None and weight.scales.shape[1] == 1
         )
-        is_codes = weight.numbers in ("uint4", "float4") and weight.group_of is None
+        is_codes = weight.numbers in ("uint4", "float4", "float8") and weight.group_of is None
         return weight if is_bytes or is_codes else None
 
     def pack_experts(self, weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:

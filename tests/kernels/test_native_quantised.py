@@ -46,6 +46,8 @@ def of_codes(
     generator = torch.Generator().manual_seed(num_in + seed)
     groups = -(-num_in // group_size)
     codes = torch.randint(0, 16, (num_out, num_in), generator=generator, dtype=torch.uint8)
+    if numbers == "float8":  # of which a third have an exponent of 0
+        codes = (torch.randn(num_out, num_in, generator=generator) / 50).to(torch.float8_e4m3fn)
     scales = torch.rand(num_out, groups, generator=generator) / max(1, num_in) ** 0.5
     zeros = torch.full((num_out, groups), 8.0)
     if has_zeros:
@@ -58,6 +60,13 @@ def pack(kernels: NativeQuantised, weight: QuantisedWeight) -> Packed:
     packed = kernels.pack(weight)
     assert packed is not None
     return replace(packed, panels=packed.panels.clone())
+
+
+def skip_without_float8(native: tuple[Kernels, torch.dtype]) -> None:
+    """Only where vectors multiply pairs of bfloat16."""
+    kernels, dtype = native
+    if quantised(kernels, dtype).pack(of_codes(8, 8, 8, "float8", False)) is None:
+        pytest.skip("float8 becomes the kernels' dtype")
 
 
 def with_exponents(weight: QuantisedWeight) -> QuantisedWeight:
@@ -129,6 +138,21 @@ def test_four_bits(
     """Groups of any number of words, of which the last may have fewer; wide ones are computed in parts."""
     weight = of_codes(num_out, 8 * num_words, 8 * group_words, numbers, has_zeros)
     check(native, weight, num_rows, has_bias)
+
+
+@settings(deadline=None, max_examples=2 * EXAMPLES)
+@given(
+    num_rows=st.integers(0, 40),
+    num_words=st.one_of(st.integers(1, 12), st.sampled_from([72, 161])),
+    num_out=st.one_of(st.integers(1, 200), st.sampled_from([960])),
+    group_words=st.sampled_from([1, 4, 5, 16, 1000]),
+    has_bias=st.booleans(),
+)
+def test_float8(
+    native: tuple[Kernels, torch.dtype], num_rows: int, num_words: int, num_out: int, group_words: int, has_bias: bool
+) -> None:
+    skip_without_float8(native)
+    check(native, of_codes(num_out, 8 * num_words, 8 * group_words, "float8", False), num_rows, has_bias)
 
 
 @settings(deadline=None, max_examples=2 * EXAMPLES)
@@ -212,7 +236,9 @@ def test_a_pair_is_the_same_to_the_last_bit_as_a_row_of_its_expert_alone(build: 
     one, two = quantised(kernels, dtype, 1), quantised(kernels, dtype, 2)
     x = torch.randn(90, 96, generator=torch.Generator().manual_seed(5)).to(dtype)
     alone = [[0] * (expert + 1) + [1] * (4 - expert) for expert in range(4)]
-    for numbers, has_zeros in (("uint4", True), ("float4", False)):
+    for numbers, has_zeros in (("uint4", True), ("float4", False), ("float8", False)):
+        if numbers == "float8" and one.pack(of_codes(8, 8, 8, "float8", False)) is None:
+            continue
         weights = [of_codes(150, 96, 32, numbers, has_zeros, expert) for expert in range(4)]  # type: ignore[arg-type]
         packed = pack_experts(one, weights)
         for offsets in ([0, 1, 1, 60, 90], [0, 1, 2, 3, 4], [0, 0, 13, 13, 17]):
@@ -303,6 +329,37 @@ def test_each_code_is_the_number_that_it_stands_for(native: tuple[Kernels, torch
         weight = QuantisedWeight(codes, numbers, torch.full((16, 2), 0.5), zeros, 32)  # type: ignore[arg-type]
         y = own.linear(x, pack(own, weight), None)
         assert torch.equal(y.float(), (expected / 2).expand(64, 16))
+
+
+@pytest.mark.parametrize("num_rows", [1, 100])
+def test_each_code_of_float8_is_its_number(native: tuple[Kernels, torch.dtype], num_rows: int) -> None:
+    """Those of exponent 0 and zeros of either sign, too; a weight with NaN is not packed."""
+    skip_without_float8(native)
+    kernels, dtype = native
+    own, codes = quantised(kernels, dtype), torch.arange(256, dtype=torch.uint8)
+    numbers = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    for scale in (1.0, 0.5):
+        codes = numbers.view(torch.uint8).repeat_interleave(8).view(-1, 8).view(torch.float8_e4m3fn)
+        weight = QuantisedWeight(codes, "float8", torch.full((254, 1), scale), None, 8)
+        x = torch.eye(8).repeat(64, 1)[:num_rows].to(dtype)
+        y = own.linear(x, pack(own, weight), None)
+        assert torch.equal(y.float(), (numbers.float() * scale).expand(num_rows, 254))
+    with_nan = of_codes(8, 16, 16, "float8", False)
+    with_nan.codes[3, 5] = torch.nan
+    assert own.pack(with_nan) is None
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=str)
+def test_a_row_of_float8_is_the_same_to_the_last_bit(build: Build) -> None:
+    dtype, kernels = build[0], load_build(build)
+    skip_without_float8((kernels, dtype))
+    one, two = quantised(kernels, dtype, 1), quantised(kernels, dtype, 2)
+    x = torch.randn(193, 576, generator=torch.Generator().manual_seed(3)).to(dtype)
+    for group_size in (128, 40, 576):
+        packed = pack(one, of_codes(320, 576, group_size, "float8", False))
+        expected = torch.cat([one.linear(row, packed, None) for row in x.split(1)])
+        for num_rows in (1, 2, 7, 64, 193):
+            assert torch.equal(two.linear(x[:num_rows], packed, None), expected[:num_rows])
 
 
 def test_weights_that_are_to_be_dequantised(native: tuple[Kernels, torch.dtype]) -> None:

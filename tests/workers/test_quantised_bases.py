@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from motet.kernels.backend import choose_kernels, with_quantised_weights
+from motet.kernels.backend import Kernels, choose_kernels, with_quantised_weights
+from motet.kernels.experts import ExpertGroups
 from motet.kernels.native.experts import PackedExperts
-from motet.kernels.native.quantised_linear import PackedExpertCodes
+from motet.kernels.native.quantised_linear import PackedCodes, PackedExpertCodes
 from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import (
@@ -27,8 +28,8 @@ from motet.tests.rigs.oracle import (
 )
 from motet.tests.rigs.quantised_base import FORMATS, write_quantised
 from motet.workers.models.config import ModelConfig
-from motet.workers.models.decoder import load_decoder
-from motet.workers.models.layers import ExpertMlp
+from motet.workers.models.decoder import Decoder, load_decoder
+from motet.workers.models.layers import Attention, ExpertMlp
 from motet.workers.models.quantised_weights import QuantisedCheckpoint
 from motet.workers.models.sharding import ModelSharding
 from motet.workers.models.weights import Checkpoint
@@ -133,14 +134,20 @@ def test_lora_on_experts_of_four_bits(variant: str, name: str, changes: dict[str
     assert difference(outputs, Oracle(expected, {"experts": adapter}), adapters) < TOLERANCE
 
 
-def experts_of(folder: Path, sharding: tuple[int, int] = (1, 0)) -> list[ExpertMlp]:
-    """Of each layer, as a worker of a gang has them."""
-    model, dtype = ModelConfig.from_folder(folder), torch.float32
+def loaded(
+    folder: Path, sharding: tuple[int, int] = (1, 0), dtype: torch.dtype = torch.float32
+) -> tuple[Decoder, Kernels]:
+    """As a worker of a gang has it."""
+    model = ModelConfig.from_folder(folder)
     kernels = with_quantised_weights(choose_kernels(CPU, dtype, 1), dtype, 1, rounds=False)
     checkpoint = Checkpoint(folder, dtype, CPU)
     if model.quantisation is not None:
         checkpoint = QuantisedCheckpoint(folder, dtype, CPU, model.quantisation)
-    decoder = load_decoder(ModelSharding(model, *sharding), checkpoint, kernels)
+    return load_decoder(ModelSharding(model, *sharding), checkpoint, kernels), kernels
+
+
+def experts_of(folder: Path, sharding: tuple[int, int] = (1, 0)) -> list[ExpertMlp]:
+    decoder, _ = loaded(folder, sharding)
     return [layer.mlp for layer in decoder.layers if isinstance(layer.mlp, ExpertMlp)]
 
 
@@ -157,6 +164,33 @@ def test_experts_of_four_bits_take_their_memory(tmp_path: Path) -> None:
             num_bytes += weight.panels.nbytes + weight.scales.nbytes
             assert weight.zeros is None
         assert 8 * num_bytes / (4 * 3 * 64 * 64) == 4.25
+
+
+def test_float8_stays_in_eight_bits_where_the_cpu_multiplies_bfloat16(tmp_path: Path) -> None:
+    """Linears, experts and shared experts give what the weights give that the files stand for."""
+    model = write_model("qwen2_moe", tmp_path / "model")
+    quantised, expected = write_quantised(model, "fp8", tmp_path)
+    decoder, kernels = loaded(quantised, dtype=torch.bfloat16)
+    original, plain = loaded(expected)
+    if Path("/proc/cpuinfo").is_file() and "avx512_bf16" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("float8 becomes bfloat16")
+    x = torch.randn(9, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    groups = ExpertGroups(torch.arange(9), torch.ones(9), torch.tensor([0, 1, 3, 3, 4, 8, 9]))
+    for layer, right in zip(decoder.layers, original.layers, strict=True):
+        assert isinstance(layer.attention, Attention) and isinstance(right.attention, Attention)
+        pairs = [(layer.attention.qkv, right.attention.qkv)]
+        if isinstance(layer.mlp, ExpertMlp):
+            assert isinstance(layer.mlp.gate_up, PackedExpertCodes) and isinstance(layer.mlp.down, PackedExpertCodes)
+            assert layer.mlp.gate_up.panels.nbytes >= 6 * 80 * 64 and layer.mlp.gate_up.table is None
+            actual = kernels.expert_linear(x, layer.mlp.gate_up, groups)
+            expected_y = plain.expert_linear(x.float(), right.mlp.gate_up, groups)  # type: ignore[union-attr]
+            torch.testing.assert_close(actual.float(), expected_y, rtol=2**-7, atol=1e-5)
+            pairs.append((layer.mlp.shared.gate_up, right.mlp.shared.gate_up))  # type: ignore[union-attr]
+        for linear, wide in pairs:
+            assert isinstance(linear.weight, PackedCodes)
+            actual = kernels.layer_linear(x, linear.weight, None)
+            expected_y = plain.layer_linear(x.float(), wide.weight, None)
+            torch.testing.assert_close(actual.float(), expected_y, rtol=2**-7, atol=1e-5)
 
 
 def test_a_cut_within_a_group_and_experts_that_differ_have_the_engines_dtype(
