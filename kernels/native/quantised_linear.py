@@ -186,7 +186,8 @@ class NativeQuantised:
     def _are_codes(self, weight: QuantisedWeight) -> bool:
         """Whether it can be packed so."""
         if weight.numbers == "float8":
-            if not self._takes_float8 or weight.zeros is not None or weight.codes.float().isnan().any():
+            is_taken = self._takes_float8 and not self.rounds  # else it is rounded to whole numbers
+            if not is_taken or weight.zeros is not None or weight.codes.float().isnan().any():
                 return False
         elif weight.numbers not in ("uint4", "float4"):
             return False

@@ -22,8 +22,8 @@ class PlainQuantised:
         is_bytes = (
             weight.rounds_inputs and weight.numbers == "int8" and weight.zeros is None and weight.scales.shape[1] == 1
         )
-        is_codes = weight.numbers in ("uint4", "float4", "float8") and weight.group_of is None
-        return weight if is_bytes or is_codes else None
+        is_codes = weight.numbers in ("uint4", "float4") or (weight.numbers == "float8" and not self.rounds)
+        return weight if is_bytes or (is_codes and weight.group_of is None) else None
 
     def pack_experts(self, weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
         """All outputs of the first expert, then those of the next."""
