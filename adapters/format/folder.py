@@ -59,8 +59,8 @@ def no_adapter(names: Collection[str], folders_with_one: Collection[str] = ()) -
 
     `folders_with_one`: names of folders in it that hold an adapter.
 
-    >>> no_adapter(["adapter_config.json", "adapters.safetensors"])
-    'it holds an adapter of mlx-lm, whose matrices are transposed and have other names: ...'
+    >>> no_adapter(["latest", "zero_to_fp32.py"])
+    'it holds a checkpoint of DeepSpeed, to go on with training: load it there and call save_pretrained'
     >>> no_adapter(["optimizer.pt"], ["checkpoint-20", "checkpoint-40"])
     'adapters are in folders below it (checkpoint-20, checkpoint-40): give one of these'
     """

@@ -290,7 +290,5 @@ def _page_keys(sequence: OpenSequence, block_size: int) -> list[int]:
     token_ids = sequence.request.prompt_token_ids
     num_keys = min((len(token_ids) - 1) // block_size, _MAX_ROUTED_PAGES)
     keys: list[PageKey] = []
-    KeyChain.of(sequence.request, adapter_start(sequence.request), block_size).extend(
-        keys, token_ids, block_size, num_keys
-    )
+    KeyChain.of(sequence.request, adapter_start(sequence.request), block_size).extend(keys, token_ids, num_keys)
     return [short_key(key) for key in keys]

@@ -76,8 +76,8 @@ def test_pages_are_the_bases_up_to_the_one_in_which_the_adapter_starts(
     def keys_of(request: SequenceRequest) -> list[bytes]:
         keys: list[bytes] = []
         chain = KeyChain.of(request, adapter_start(request), block_size)
-        chain.extend(keys, request.prompt_token_ids, block_size, data.draw(st.integers(0, num_keys)))
-        chain.extend(keys, request.prompt_token_ids, block_size, num_keys)
+        chain.extend(keys, request.prompt_token_ids, data.draw(st.integers(0, num_keys)))
+        chain.extend(keys, request.prompt_token_ids, num_keys)
         return keys
 
     base = keys_of(msgspec.structs.replace(REQUEST, prompt_token_ids=prompt, adapter=None))

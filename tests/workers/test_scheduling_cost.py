@@ -172,15 +172,15 @@ def test_who_runs_on_a_long_document_costs_no_more_than_on_a_short_one() -> None
 
 
 def test_keys_of_a_document_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed = 0
+    hashed, next_keys = 0, page_keys.next_keys
 
     def counting(*given: Any) -> Any:
         nonlocal hashed
-        keys = page_keys.next_keys(*given)
+        keys = next_keys(*given)
         hashed += len(keys)
         return keys
 
-    monkeypatch.setattr(prefix_reuse, "next_keys", counting)
+    monkeypatch.setattr(page_keys, "next_keys", counting)
     s = gang(128, budget=512)
     for i in range(20):
         s.add(asking(i, [*_DOCUMENT, *[i] * 20], max_tokens=2), 0)

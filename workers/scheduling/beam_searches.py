@@ -64,6 +64,7 @@ class BeamGroup:
                 root.max_length,
                 full_layers=root.full_layers,
                 adapter_start=root.adapter_start,
+                key_chain=root.key_chain,
                 num_adapter_pages=root.num_adapter_pages,
             )
             place.beams, place.sampling, place.counter = self, root.sampling, root.counter

@@ -21,7 +21,7 @@ from ..plan import INT32_BYTES, Int32s, PoolPlan, SamplePlan, ScorePlan, SeenTok
 from ..window_pages import FullLayers, GangLimits
 from ..wire.beams import BeamRules
 from ..wire.messages import FinishReason, SamplingParams, SequenceError, SequenceRequest, SequenceUsage
-from ..wire.page_keys import KeyChain, PageKey
+from ..wire.page_keys import NO_ADAPTER, KeyChain, PageKey
 from ..wire.prompt_scores import packed_vector, pooled_positions, unpacked_vector
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class GrowingSequence:
     num_recomputed_before: int = 0  # of these, those that the gang's counter has, or that another gang has computed
     num_generated_before: int = 0  # tokens, as counted by the gangs where it was before
     tokens_sent: bool = False  # the workers have the tokens of this run, if it has penalties
-    key_chain: KeyChain | None = None  # of its pages; None: they have no keys yet
+    key_chain: KeyChain = NO_ADAPTER  # of its pages
     page_keys: list[PageKey] = field(default_factory=list)  # of its first full pages, as far as computed
     tail_link: PageKey | None = None  # the key before its last page, if others may copy what that has
     num_kept_pages: int = 0  # its first pages that are in the prefix cache
@@ -221,10 +221,6 @@ class GrowingSequence:
     @property
     def num_held_pages(self) -> int:
         return len(self.pages) - self.num_gone + len(self.dense_pages) + len(self.state_pages)
-
-    def adapter_of(self, position: int) -> str | None:
-        """Digest of the adapter that computes the token at this position; None: the base does."""
-        return self.adapter_digest if position >= self.adapter_start else None
 
     def num_that_fit(self, block_size: int) -> int:
         """Tokens that the next plan could compute on the pages that the sequence has, all of them by one adapter.

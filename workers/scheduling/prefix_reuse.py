@@ -16,7 +16,7 @@ from ..memory.page_allocator import Item
 from ..memory.prefix_cache import PrefixCache, common_prefix_len, min_common_tokens
 from ..plan import FullLayersCopy, PageCopy
 from ..window_pages import GangLimits, pages_for
-from ..wire.page_keys import KeyChain, PageKey, dense_key, last_state, state_key
+from ..wire.page_keys import PageKey, dense_key, last_state, state_key
 from .growing_sequence import GrowingSequence, StateSnapshot
 from .tier_traffic import TierTraffic
 from .waiting_queue import WaitingQueue
@@ -91,7 +91,7 @@ class PrefixReuse:
         num_keys = len(sequence.token_ids) // self._block_size
         if not self._enabled or not num_keys:
             return
-        self._make_keys(sequence, 1)
+        sequence.key_chain.extend(sequence.page_keys, sequence.token_ids, 1)
         first = sequence.page_keys[0]
         if (donor := self._donor_of(first)) is not None:
             sequence.page_keys = donor.page_keys[: self._num_common_pages(sequence, donor, num_keys)]
@@ -117,7 +117,7 @@ class PrefixReuse:
         num_made = len(sequence.page_keys)
         num_more = min(num_keys - num_made, self._num_keys_left)
         if num_more > 0:
-            self._make_keys(sequence, num_made + num_more)
+            sequence.key_chain.extend(sequence.page_keys, sequence.token_ids, num_made + num_more)
             self._num_keys_left -= num_more
             if num_made + num_more == num_keys:
                 self._by_first_page[sequence.page_keys[0]] = sequence
@@ -142,9 +142,9 @@ class PrefixReuse:
     def _num_common_pages(self, sequence: GrowingSequence, donor: GrowingSequence, num_keys: int) -> int:
         """The first pages, at most `num_keys`, of which the two have the same keys."""
         max_common = min(num_keys, len(donor.page_keys))
-        chains = [self._chain(each) for each in (sequence, donor)]
-        if chains[0].adapter != chains[1].adapter:
-            max_common = min(max_common, *(chain.num_base_pages for chain in chains if chain.adapter))
+        first, second = sequence.key_chain, donor.key_chain
+        if first.adapter != second.adapter:
+            max_common = min(max_common, *(chain.num_base_pages for chain in (first, second) if chain.adapter))
         return _num_common_pages(sequence.token_ids, donor.token_ids, max_common, self._block_size)
 
     def find(self, sequence: GrowingSequence, keep: AbstractSet[Item]) -> FoundPrefix | None:
@@ -523,7 +523,11 @@ class PrefixReuse:
         first = sequence.last_snapshot if state.is_of_answer else sequence.num_at_start
         num_blocks = depth - first // self._block_size
         self._cache.insert_state(
-            state.pages, state_key(key), depth, num_blocks, sequence.adapter_of(state.position - 1)
+            state.pages,
+            state_key(key),
+            depth,
+            num_blocks,
+            sequence.adapter_digest if depth > sequence.key_chain.num_base_pages else None,
         )
         self._cache.release(state.pages)
         if not state.is_of_answer:
@@ -592,7 +596,11 @@ class PrefixReuse:
         key = self._next_dense_key(sequence)
         if key is not None:
             self._cache.insert(
-                page, key, depths.start, sequence.adapter_of(depths.stop * self._block_size - 1), len(depths)
+                page,
+                key,
+                depths.start,
+                sequence.adapter_digest if depths.stop > sequence.key_chain.num_base_pages else None,
+                len(depths),
             )
         pages = (*sources, page)
         self._cache.acquire(pages)
@@ -615,15 +623,15 @@ class PrefixReuse:
         if num_full == sequence.num_kept_pages:
             self._note_tail(sequence)
             return
-        self._make_keys(sequence, num_full)
+        sequence.key_chain.extend(sequence.page_keys, sequence.token_ids, num_full)
         for depth in range(sequence.num_kept_pages, num_full):
             key = sequence.page_keys[depth]
             start = depth * self._block_size
-            adapter = sequence.adapter_of(start + self._block_size - 1)
+            adapter = sequence.adapter_digest if depth >= sequence.key_chain.num_base_pages else None
             if self._cache.insert(sequence.pages[depth], key, depth, adapter):
                 self._tiers.offer((sequence.pages[depth],), key)
                 token_ids = sequence.token_ids[start : start + self._block_size]
-                self._cache.index_content(key, self._link(sequence, depth), token_ids)
+                self._cache.index_content(key, sequence.key_chain.link(sequence.page_keys, depth), token_ids)
             if not (sequence.snapshots_at and depth + 1 == num_full and sequence.keeps_state(sequence.num_computed)):
                 self._stop_coming(sequence, key)  # else its state comes with the next plan
         sequence.num_kept_pages = num_full
@@ -636,7 +644,7 @@ class PrefixReuse:
         num_tokens = sequence.num_prompt_tokens - depth * self._block_size
         is_prompt = 0 < num_tokens <= sequence.num_computed - depth * self._block_size
         if is_prompt and num_tokens > min_common_tokens(self._block_size):
-            sequence.tail_link = self._link(sequence, depth)
+            sequence.tail_link = sequence.key_chain.link(sequence.page_keys, depth)
             self._tails[sequence.tail_link] = sequence
 
     def _forget_tail(self, sequence: GrowingSequence) -> None:
@@ -676,7 +684,7 @@ class PrefixReuse:
         """Forgets the pages that the sequence has computed, in all tiers, as their numbers are not finite."""
         if self._enabled:
             num_full = sequence.num_computed // self._block_size
-            self._make_keys(sequence, num_full)
+            sequence.key_chain.extend(sequence.page_keys, sequence.token_ids, num_full)
             keys = sequence.page_keys[:num_full]
             keys = [*keys, *map(state_key, keys)] if self._limits.num_state_pages else keys
             self._cache.forget([*keys, *self._dense_keys(keys)])
@@ -736,7 +744,7 @@ class PrefixReuse:
 
     def _usable_keys(self, sequence: GrowingSequence) -> list[PageKey]:
         """Keys of the full pages that the sequence need not compute if they are there."""
-        self._make_keys(sequence, len(sequence.token_ids) // self._block_size)
+        sequence.key_chain.extend(sequence.page_keys, sequence.token_ids, len(sequence.token_ids) // self._block_size)
         return sequence.page_keys[: self._num_usable(sequence)]
 
     def _num_usable(self, sequence: GrowingSequence) -> int:
@@ -876,7 +884,7 @@ class PrefixReuse:
             remainder = remainder[: max(0, sequence.num_scored - start)]
         if not self._enabled or not remainder:
             return 0
-        link = self._link(sequence, num_found)
+        link = sequence.key_chain.link(sequence.page_keys, num_found)
         match = self._cache.find_partial(link, remainder, self._block_size)
         if match is not None:
             page, num_tokens = match
@@ -893,18 +901,6 @@ class PrefixReuse:
         self._copied_from[page] += 1
         self._copies.append(PageCopy(page, sequence.pages[num_found]))
         return num_tokens
-
-    def _chain(self, sequence: GrowingSequence) -> KeyChain:
-        if sequence.key_chain is None:
-            sequence.key_chain = KeyChain.of(sequence.request, sequence.adapter_start, self._block_size)
-        return sequence.key_chain
-
-    def _link(self, sequence: GrowingSequence, depth: int) -> PageKey:
-        """The key before the page at this depth."""
-        return self._chain(sequence).link(sequence.page_keys, depth)
-
-    def _make_keys(self, sequence: GrowingSequence, num_keys: int) -> None:
-        self._chain(sequence).extend(sequence.page_keys, sequence.token_ids, self._block_size, num_keys)
 
     def _stop_coming(self, sequence: GrowingSequence, key: PageKey) -> None:
         if self._pending.get(key) is sequence:

@@ -123,8 +123,10 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int, snapshots: Sequence[S
     token_ids = tuple(sequence.token_ids[start:end])
     assert len(token_ids) == num_tokens, "a prompt lacks no token"
     sequence.num_planned += num_tokens
-    pages, digest = sequence.packed_pages, sequence.adapter_of(start)
-    assert digest == sequence.adapter_of(end - 1), "a chunk is computed by one adapter, or by the base"
+    pages, digest = sequence.packed_pages, sequence.adapter_digest
+    if start < sequence.adapter_start:
+        assert end <= sequence.adapter_start, "a chunk is computed by one adapter, or by the base"
+        digest = None
     scores = pool = None
     if not sequence.is_scored:
         scores, pool = sequence.score_plan(start, end), sequence.pool_plan(start, end)

@@ -24,7 +24,7 @@ from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, PoolPlan, Samp
 from ..window_pages import GangLimits, pages_for
 from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
-from ..wire.page_keys import PageKey, adapter_start
+from ..wire.page_keys import KeyChain, PageKey, adapter_start
 from .beam_searches import BeamGroup, BeamSearches
 from .decodes import DecodePlanner
 from .gang_load import StepCounts, gang_load, tenant_share
@@ -173,6 +173,7 @@ class Scheduler:
                 longest,
                 full_layers=self._limits.full_layers,
                 adapter_start=start or 0,
+                key_chain=KeyChain.of(request, start, self._limits.block_size),
                 num_adapter_pages=num_adapter_pages,
             )
             if request.beams is not None:

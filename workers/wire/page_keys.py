@@ -66,6 +66,7 @@ class KeyChain:
     """
 
     first_link: PageKey
+    block_size: int
     adapter: bytes = b""  # what the keys of its pages differ by; empty: nothing, or `first_link` does
     num_base_pages: int = 0  # whose keys are not the adapter's
 
@@ -74,8 +75,8 @@ class KeyChain:
         """`start`: see `adapter_start`."""
         link = first_link(request, start)
         if request.adapter is None or not start:
-            return KeyChain(link)
-        return KeyChain(link, f"{request.adapter.digest} {start}".encode(), start // block_size)
+            return KeyChain(link, block_size)
+        return KeyChain(link, block_size, f"{request.adapter.digest} {start}".encode(), start // block_size)
 
     def link(self, keys: Sequence[PageKey], depth: int) -> PageKey:
         """The key before the page at this depth."""
@@ -84,13 +85,16 @@ class KeyChain:
             return blake2b(self.adapter, digest_size=KEY_BYTES, key=link).digest()
         return link
 
-    def extend(self, keys: list[PageKey], token_ids: Sequence[int], block_size: int, num_keys: int) -> None:
+    def extend(self, keys: list[PageKey], token_ids: Sequence[int], num_keys: int) -> None:
         """Adds the keys of the sequence's next full pages, up to `num_keys` in all."""
         while len(keys) < num_keys:
             is_base = self.adapter and len(keys) < self.num_base_pages
             stop = min(num_keys, self.num_base_pages) if is_base else num_keys
-            link, start = self.link(keys, len(keys)), len(keys) * block_size
-            keys += next_keys(link, token_ids, start, block_size, stop - len(keys))
+            link, start = self.link(keys, len(keys)), len(keys) * self.block_size
+            keys += next_keys(link, token_ids, start, self.block_size, stop - len(keys))
+
+
+NO_ADAPTER = KeyChain(b"", 1)  # of a sequence that is not prepared
 
 
 def next_keys(link: PageKey, token_ids: Sequence[int], start: int, block_size: int, num_keys: int) -> list[PageKey]:
