@@ -18,7 +18,7 @@ from starlette.requests import Request
 from ...adapters.processes.child_processes import ChildProcesses
 from ..http.access_log import record_of
 from ..http.errors import ApiError, NoSuchResponse
-from ..http.json_body import decode, unknown_adapter_fields
+from ..http.json_body import decode, unknown_fields
 from ..metrics import Metrics
 from .decode_process import Question, Refusal
 from .request_decoder import (
@@ -268,7 +268,7 @@ class BodyReader:
         small = decoder.decode(body.data, conversations)
         assert isinstance(small, kind)
         check_extent(small, context)
-        return small, unknown_adapter_fields(body.data, decoder.schema)
+        return small, unknown_fields(body.data, decoder.schema)
 
     async def _receive(self, http: Request, body: _HeldBody, max_bytes: int) -> None:
         loop, pace = asyncio.get_running_loop(), self._pace

@@ -21,7 +21,7 @@ from ...adapters.processes.child_processes import (
     yield_to_others,
 )
 from ..http.errors import ApiError, NoSuchResponse, invalid_value
-from ..http.json_body import unknown_adapter_fields
+from ..http.json_body import unknown_fields
 from .request_decoder import BODY_KINDS, PackedRequest, RequestDecoder, check_extent, check_free, packed
 
 NICENESS: Final = 5  # large bodies yield to all other work
@@ -65,7 +65,7 @@ def _packed(question: Question, body: bytes, conversations: bytes | None) -> tup
     request = decoder.decode(body, conversations)
     check_extent(request, question.context)
     try:
-        return packed(check_free(request)), unknown_adapter_fields(body, decoder.schema)
+        return packed(check_free(request)), unknown_fields(body, decoder.schema)
     except OverflowError:
         message = "The request's body has a whole number of more than 63 bits."
         raise ApiError(400, message, code="invalid_value") from None

@@ -12,7 +12,7 @@ from itertools import islice
 
 from ...workers.wire.engine_load import ServedElsewhere, TenantShare
 from ...workers.wire.messages import AdapterRef, Outdated, SequenceError
-from ...workers.wire.page_keys import KeyChain, PageKey, adapter_start, short_key
+from ...workers.wire.page_keys import KeyChain, PageKey, short_key
 from .admission import AdmissionConfig, Admitted, admit
 from .affinity import GangView, RoutingConfig, RoutingRequest, choose_gang
 from .fair_queue import FleetShares
@@ -290,5 +290,5 @@ def _page_keys(sequence: OpenSequence, block_size: int) -> list[int]:
     token_ids = sequence.request.prompt_token_ids
     num_keys = min((len(token_ids) - 1) // block_size, _MAX_ROUTED_PAGES)
     keys: list[PageKey] = []
-    KeyChain.of(sequence.request, adapter_start(sequence.request), block_size).extend(keys, token_ids, num_keys)
+    KeyChain.of(sequence.request, block_size).extend(keys, token_ids, num_keys)
     return [short_key(key) for key in keys]

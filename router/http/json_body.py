@@ -113,7 +113,7 @@ def _schema_of(kind: type[msgspec.Struct]) -> tuple[_Names, msgspec.json.Decoder
     return names, msgspec.json.Decoder(strict)
 
 
-def unknown_adapter_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[str]:
+def unknown_fields(body: bytes | bytearray, kind: type[msgspec.Struct]) -> list[str]:
     """The unknown names in a body that fits the schema; a few of them if there are many. Values are not decoded."""
     names, decoder = _schema_of(kind)
     try:

@@ -29,7 +29,7 @@ from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
-from motet.workers.wire.page_keys import PageKey, dense_key, first_link, next_keys, state_key
+from motet.workers.wire.page_keys import KeyChain, PageKey, dense_key, next_keys, state_key
 from motet.workers.wire.prompt_scores import PromptScores, packed_vector, row_bytes
 
 EOS = 99
@@ -208,7 +208,7 @@ class Worker:
         """Checks that a state that is kept is whole, and that of the tokens of its key."""
         assert len(contents) == self.limits.num_state_pages
         _, (tenant, adapter), token_ids, _ = contents[0][0]
-        link = first_link(asking(0, [], adapter=adapter, tenant=tenant))
+        link = KeyChain.of(asking(0, [], adapter=adapter, tenant=tenant), 1).first_link
         block_size = self.limits.block_size
         last = next_keys(link, token_ids, 0, block_size, len(token_ids) // block_size)[-1]
         assert len(token_ids) % block_size == 0 and state_key(last) == key, "a state of other tokens is kept"
@@ -243,7 +243,7 @@ class Worker:
         assert content == parts, "a page holds parts of several"
         whole = tuple(content[-1])
         if whole not in self._keys:
-            link = first_link(asking(0, [], adapter=adapter, tenant=tenant))
+            link = KeyChain.of(asking(0, [], adapter=adapter, tenant=tenant), 1).first_link
             self._keys[whole] = next_keys(link, token_ids, 0, len(content), len(token_ids) // len(content))[-1]
         return self._keys[whole]
 

@@ -29,7 +29,7 @@ from motet.workers.wire.messages import (
     Submit,
     TokenLogprobs,
 )
-from motet.workers.wire.page_keys import first_link, next_keys, short_digest, short_key
+from motet.workers.wire.page_keys import KeyChain, next_keys, short_digest, short_key
 
 INFO = GangInfo(
     gang_id="stand-in",
@@ -118,7 +118,7 @@ class StandInEngine:
         if request.adapter is not None:
             self._residency.came.append(request.adapter.digest)
         num_full = len(request.prompt_token_ids) // INFO.block_size
-        keys = next_keys(first_link(request), request.prompt_token_ids, 0, INFO.block_size, num_full)
+        keys = next_keys(KeyChain.of(request, 1).first_link, request.prompt_token_ids, 0, INFO.block_size, num_full)
         pages = [*map(short_key, keys)]
         self._pages += pages
         self._residency.pages_came.extend(pages)

@@ -21,7 +21,7 @@ from motet.workers.scheduling.growing_sequence import GrowingSequence
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import FullLayers, GangLimits
-from motet.workers.wire.page_keys import dense_key, first_link, next_keys
+from motet.workers.wire.page_keys import KeyChain, dense_key, next_keys
 
 WINDOW, BLOCK, BUDGET = 10, 4, 8
 GEMMA_3 = FullLayers(2, 13)  # six blocks a page, and a slab that no block needs
@@ -91,7 +91,7 @@ def test_a_prefix_is_found_in_dense_pages() -> None:
     s.add(asking(0, PROMPT, max_tokens=1), 0)
     while s.has_work():
         step(s, worker)
-    keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, BLOCK, 22)
+    keys = next_keys(KeyChain.of(asking(0, PROMPT), 1).first_link, PROMPT, 0, BLOCK, 22)
     assert s.memory.prefixes.page_of(dense_key(keys[11])) is not None
     s.memory.prefixes.forget(keys[:12])
     before = worker.num_computed
@@ -117,7 +117,7 @@ def test_dense_pages_are_among_those_that_waiting_sequences_want() -> None:
     s.add(asking(0, PROMPT, max_tokens=1), 0)
     while s.has_work():
         step(s, worker)
-    keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, BLOCK, 22)
+    keys = next_keys(KeyChain.of(asking(0, PROMPT), 1).first_link, PROMPT, 0, BLOCK, 22)
     s.add(asking(1, PROMPT, max_tokens=9), 0)
     (waiting,) = s._waiting.first(1)
     prefixes = s._prefixes
@@ -137,7 +137,7 @@ def test_a_window_comes_back_from_host_memory_behind_dense_pages() -> None:
     s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]  # copies are worth it
     s.add(asking(0, PROMPT, max_tokens=1), 0)
     run(s, worker)
-    s.memory.prefixes.forget(next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, BLOCK, 22))
+    s.memory.prefixes.forget(next_keys(KeyChain.of(asking(0, PROMPT), 1).first_link, PROMPT, 0, BLOCK, 22))
     before = worker.num_computed
     s.add(asking(1, PROMPT, max_tokens=1), 0)
     while s.has_work():
@@ -155,7 +155,7 @@ def test_a_prefix_that_is_held_whole_leaves_less_room_for_adapters_than_was_to_b
     s.add(asking(3, [9], max_tokens=12, adapter="b16"), 0)
     for _ in range(3):
         step(s, worker)
-    keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, BLOCK, 22)
+    keys = next_keys(KeyChain.of(asking(0, PROMPT), 1).first_link, PROMPT, 0, BLOCK, 22)
     s.memory.prefixes.forget([*map(dense_key, keys), *keys[20:]])
     assert len(s.memory.prefixes.find(keys)) == 20 > s._limits.most_pages(len(PROMPT))
     s.add(asking(1, PROMPT, max_tokens=9), 0)

@@ -15,7 +15,7 @@ from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_m
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.memory.page_arrays import DiskPages
 from motet.workers.wire.messages import SamplingParams, SequenceRequest
-from motet.workers.wire.page_keys import PageKey, first_link, next_keys, state_key
+from motet.workers.wire.page_keys import KeyChain, PageKey, next_keys, state_key
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 PROMPT = random.Random(3).choices(range(VOCAB_SIZE), k=44)  # five full pages of eight, and half a page
@@ -71,7 +71,7 @@ def keys(rig: EngineRig, adapter: str | None) -> list[PageKey]:
     """The keys of the prompt's full pages."""
     ref = None if adapter is None else rig.refs[adapter]
     request = SequenceRequest(sequence_id=0, prompt_token_ids=PROMPT, sampling=GREEDY, tenant="acme", adapter=ref)
-    return next_keys(first_link(request), PROMPT, 0, 8, 5)
+    return next_keys(KeyChain.of(request, 1).first_link, PROMPT, 0, 8, 5)
 
 
 def tier_of(rig: EngineRig, key: PageKey) -> str:

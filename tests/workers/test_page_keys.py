@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest
-from motet.workers.wire.page_keys import KEY_BYTES, KeyChain, adapter_start, first_link, next_keys, short_key
+from motet.workers.wire.page_keys import KEY_BYTES, KeyChain, adapter_start, next_keys, short_key
 
 REQUEST = SequenceRequest(sequence_id=0, prompt_token_ids=[1], sampling=SamplingParams(), tenant="acme")
 tokens = st.lists(st.integers(0, 2**31), min_size=1, max_size=40)
@@ -15,7 +15,7 @@ tokens = st.lists(st.integers(0, 2**31), min_size=1, max_size=40)
 
 @given(tokens, tokens, st.integers(1, 8))
 def test_keys_agree_as_far_as_all_tokens_do(first: list[int], second: list[int], block_size: int) -> None:
-    link = first_link(REQUEST)
+    link = KeyChain.of(REQUEST, 1).first_link
     chains = [next_keys(link, ids, 0, block_size, len(ids) // block_size) for ids in (first, second)]
     for count, (left, right) in enumerate(zip(*chains, strict=False), 1):
         assert (left == right) == (first[: count * block_size] == second[: count * block_size])
@@ -25,19 +25,25 @@ def test_keys_agree_as_far_as_all_tokens_do(first: list[int], second: list[int],
 @given(tokens, st.integers(1, 8), st.data())
 def test_a_chain_can_be_made_bit_by_bit(token_ids: list[int], block_size: int, data: st.DataObject) -> None:
     num_keys = len(token_ids) // block_size
-    whole = next_keys(first_link(REQUEST), token_ids, 0, block_size, num_keys)
+    whole = next_keys(KeyChain.of(REQUEST, 1).first_link, token_ids, 0, block_size, num_keys)
     cut = data.draw(st.integers(0, num_keys))
-    head = next_keys(first_link(REQUEST), token_ids, 0, block_size, cut)
-    rest = next_keys(head[-1] if head else first_link(REQUEST), token_ids, cut * block_size, block_size, num_keys - cut)
+    head = next_keys(KeyChain.of(REQUEST, 1).first_link, token_ids, 0, block_size, cut)
+    rest = next_keys(
+        head[-1] if head else KeyChain.of(REQUEST, 1).first_link,
+        token_ids,
+        cut * block_size,
+        block_size,
+        num_keys - cut,
+    )
     assert head + rest == whole
 
 
 def test_whose_it_is_is_part_of_the_key() -> None:
     def replaced(**changes: object) -> bytes:
-        return first_link(msgspec.structs.replace(REQUEST, **changes))
+        return KeyChain.of(msgspec.structs.replace(REQUEST, **changes), 1).first_link
 
     links = [
-        first_link(REQUEST),
+        KeyChain.of(REQUEST, 1).first_link,
         replaced(tenant="globex"),
         replaced(adapter=AdapterRef("a" * 64, {})),
         replaced(adapter=AdapterRef("b" * 64, {})),
@@ -46,11 +52,11 @@ def test_whose_it_is_is_part_of_the_key() -> None:
         replaced(tenant="", cache_salt="acme"),
     ]
     assert len(set(links)) == len(links)
-    assert replaced(sampling=SamplingParams(seed=3), prompt_token_ids=[5]) == first_link(REQUEST)
+    assert replaced(sampling=SamplingParams(seed=3), prompt_token_ids=[5]) == KeyChain.of(REQUEST, 1).first_link
 
 
 def test_short_keys_are_64_bits() -> None:
-    key = next_keys(first_link(REQUEST), [1, 2], 0, 2, 1)[0]
+    key = next_keys(KeyChain.of(REQUEST, 1).first_link, [1, 2], 0, 2, 1)[0]
     assert short_key(key) == int.from_bytes(key[:8], "big") < 2**64
 
 
@@ -75,7 +81,7 @@ def test_pages_are_the_bases_up_to_the_one_in_which_the_adapter_starts(
 
     def keys_of(request: SequenceRequest) -> list[bytes]:
         keys: list[bytes] = []
-        chain = KeyChain.of(request, adapter_start(request), block_size)
+        chain = KeyChain.of(request, block_size)
         chain.extend(keys, request.prompt_token_ids, data.draw(st.integers(0, num_keys)))
         chain.extend(keys, request.prompt_token_ids, num_keys)
         return keys

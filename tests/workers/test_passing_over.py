@@ -19,7 +19,7 @@ from motet.workers.scheduling.growing_sequence import ARRIVAL_STEP, GrowingSeque
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.waiting_queue import WaitingQueue
 from motet.workers.window_pages import GangLimits
-from motet.workers.wire.page_keys import first_link, next_keys
+from motet.workers.wire.page_keys import KeyChain, next_keys
 
 
 def test_a_prefix_that_the_fewest_share_is_used_first_if_it_saves_half() -> None:
@@ -101,7 +101,7 @@ def test_pages_that_waiting_sequences_need_are_evicted_last() -> None:
     prompts = [[2 + number] * 20 for number in range(2)]  # five pages each
 
     def num_kept(prompt: list[int]) -> int:
-        return len(s.memory.prefixes.find(next_keys(first_link(asking(0, prompt)), prompt, 0, 4, 5)))
+        return len(s.memory.prefixes.find(next_keys(KeyChain.of(asking(0, prompt), 1).first_link, prompt, 0, 4, 5)))
 
     for number, prompt in enumerate(prompts):
         s.add(asking(number, prompt, max_tokens=1), 0)

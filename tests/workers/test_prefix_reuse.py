@@ -20,7 +20,7 @@ from motet.workers.scheduling.measured_costs import MeasuredCosts, PageCosts, is
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.wire.messages import SequenceRequest
-from motet.workers.wire.page_keys import PageKey, first_link, next_keys, short_key, state_key
+from motet.workers.wire.page_keys import KeyChain, PageKey, next_keys, short_key, state_key
 
 PROMPT = [*range(1, 31)]  # 30 tokens: seven full pages of four
 
@@ -128,7 +128,7 @@ def test_what_an_earlier_run_looked_for_says_nothing_of_the_next_one() -> None:
     """A preempted sequence looks anew: its pages may have gone, and that of its last look-up may be another's."""
     s, worker = rig(budget=2)
     ask(s, worker, asking(0, PROMPT, max_tokens=1))
-    keys = next_keys(first_link(asking(0, PROMPT)), PROMPT, 0, 4, 7)
+    keys = next_keys(KeyChain.of(asking(0, PROMPT), 1).first_link, PROMPT, 0, 4, 7)
     s.memory.prefixes.forget(keys[5:])
     for i in (1, 2):
         s.add(asking(i, PROMPT, max_tokens=1), 0)
@@ -236,7 +236,7 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
     for i in range(40):
         prompt = [rng.choice([1, 1, 1, 2]) for _ in range(rng.randint(1, 30))]
         requested = asking(i, prompt, rng.randint(1, 8), rng.choice([None, "a1", "b2"]), rng.choice("tu"))
-        own = [*map(short_key, next_keys(first_link(requested), prompt, 0, 4, (len(prompt) - 1) // 4))]
+        own = [*map(short_key, next_keys(KeyChain.of(requested, 1).first_link, prompt, 0, 4, (len(prompt) - 1) // 4))]
         assert s.add(requested, 0) is None
         start = None
         while s.has_work():
@@ -251,7 +251,7 @@ def test_just_what_is_not_resident_is_computed(seed: int, num_pages: int) -> Non
             resident = (resident - set(change.pages_went)) | set(change.pages_came)
             worker.check_residence(s)
         assert start is not None
-        full = next_keys(first_link(requested), prompt, 0, 4, len(prompt) // 4)
+        full = next_keys(KeyChain.of(requested, 1).first_link, prompt, 0, 4, len(prompt) // 4)
         assert {short_key(key) for key in full} <= resident, "what was computed is not kept"
 
 
@@ -412,7 +412,7 @@ def test_just_what_no_tier_has_with_its_state_is_computed(seed: int, num_pages: 
     for i in range(40):
         prompt = [rng.randint(1, 4)] * rng.choice([5, 9, 13, 26]) + rng.choice([[], [5], [6] * 4])
         requested = asking(i, prompt, rng.randint(1, 8), rng.choice([None, None, "a1"]))
-        own = next_keys(first_link(requested), prompt, 0, 4, (len(prompt) - 1) // 4)
+        own = next_keys(KeyChain.of(requested, 1).first_link, prompt, 0, 4, (len(prompt) - 1) // 4)
         num_kv = next((depth for depth, key in enumerate(own) if not tiers_with(s, key)), len(own))
         states = [depth for depth in range(1, num_kv + 1) if tiers_with(s, state_key(own[depth - 1]))]
         assert s.add(requested, 0) is None
@@ -502,7 +502,7 @@ def test_the_state_that_a_waiting_sequence_will_use_is_evicted_last() -> None:
         ask(s, worker, asking(i, [10 + i] * 14, max_tokens=1))
     assert s.add(asking(5, [10] * 14, max_tokens=1), 0) is None  # the one that would go first
     s._ahead = s._waiting.first(8)
-    keys = next_keys(first_link(asking(5, [])), [10] * 14, 0, 4, 3)
+    keys = next_keys(KeyChain.of(asking(5, []), 1).first_link, [10] * 14, 0, 4, 3)
     assert s.memory.make_room(60 - 3 - 3, frozenset())
     assert states_in(s, keys) == [3]
     assert [tiers_with(s, key) for key in keys] == 3 * [{"device"}]
@@ -654,7 +654,7 @@ def test_pages_that_are_in_the_pool_are_not_copied_into_it() -> None:
 
 
 def keys_of(prompt: list[int]) -> list[bytes]:
-    return next_keys(first_link(asking(0, prompt)), prompt, 0, 4, len(prompt) // 4)
+    return next_keys(KeyChain.of(asking(0, prompt), 1).first_link, prompt, 0, 4, len(prompt) // 4)
 
 
 def test_one_slow_copy_does_not_switch_copies_off() -> None:

@@ -16,7 +16,7 @@ from motet.workers.scheduling.prefix_reuse import PrefixReuse
 from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import FullLayers, GangLimits, kept_window, most_pages, num_unseen_pages
-from motet.workers.wire.page_keys import PageKey, first_link, next_keys
+from motet.workers.wire.page_keys import KeyChain, PageKey, next_keys
 
 WINDOW, BLOCK, BUDGET = 10, 4, 8
 MOST = most_pages(1000, BLOCK, WINDOW, BUDGET)
@@ -33,7 +33,7 @@ def rig(
 
 
 def keys_of(prompt: list[int]) -> list[PageKey]:
-    return next_keys(first_link(asking(0, prompt)), prompt, 0, BLOCK, len(prompt) // BLOCK)
+    return next_keys(KeyChain.of(asking(0, prompt), 1).first_link, prompt, 0, BLOCK, len(prompt) // BLOCK)
 
 
 def forget(s: Scheduler, prompt: list[int], pages: slice) -> None:

@@ -241,7 +241,8 @@ class GrowingSequence:
     ) -> None:
         """Sets the sequence's pages, the first `num_gone` of which are not held."""
         self.pages, self.num_gone, self.dense_pages = pages, num_gone, dense_pages
-        self.hold_state(state_pages)
+        if state_pages != self.state_pages:
+            self.hold_state(state_pages)
         layers = self.full_layers
         self.packed_pages = packed(
             pages if layers is None else [*layers.dense_entries(dense_pages), *layers.entries(pages[num_gone:])]

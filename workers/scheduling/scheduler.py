@@ -24,7 +24,7 @@ from ..plan import AdapterFailure, AdapterLoad, HostAdapterStats, PoolPlan, Samp
 from ..window_pages import GangLimits, pages_for
 from ..wire.engine_load import EngineLoad, TenantShare
 from ..wire.messages import AdapterRef, ResidencyChange, SequenceError, SequenceRequest, SequenceUpdate, SequenceUsage
-from ..wire.page_keys import KeyChain, PageKey, adapter_start
+from ..wire.page_keys import KeyChain, PageKey
 from .beam_searches import BeamGroup, BeamSearches
 from .decodes import DecodePlanner
 from .gang_load import StepCounts, gang_load, tenant_share
@@ -147,8 +147,8 @@ class Scheduler:
 
     def add(self, request: SequenceRequest, seed: int) -> SequenceError | None:
         """Queues a sequence, or returns why it can never be served."""
-        start = adapter_start(request)
-        if start is None and request.adapter is not None:  # an activated LoRA that is not invoked: all is the base's
+        chain = KeyChain.of(request, self._limits.block_size)
+        if chain.start is None and request.adapter is not None:  # an activated LoRA, and not invoked
             request = msgspec.structs.replace(request, adapter=None)
         ref, num_adapter_pages = request.adapter, 0
         if ref is not None:
@@ -172,8 +172,8 @@ class Scheduler:
                 stop_ids(request, self._eos_token_ids),
                 longest,
                 full_layers=self._limits.full_layers,
-                adapter_start=start or 0,
-                key_chain=KeyChain.of(request, start, self._limits.block_size),
+                adapter_start=chain.start or 0,
+                key_chain=chain,
                 num_adapter_pages=num_adapter_pages,
             )
             if request.beams is not None:

@@ -50,13 +50,6 @@ def adapter_start(request: SequenceRequest) -> int | None:
     return None if at < 0 else len(request.prompt_token_ids) - len(invocation) - at // _TOKEN_BYTES
 
 
-def first_link(request: SequenceRequest, start: int | None = 0) -> PageKey:
-    """What the chain of a sequence's keys begins with. It is not the key of a page. `start`: see `adapter_start`."""
-    digest = request.adapter.digest if request.adapter is not None and start == 0 else ""
-    parts = (request.tenant, request.cache_salt, digest)
-    return blake2b("".join(f"{len(part)}:{part}" for part in parts).encode(), digest_size=KEY_BYTES).digest()
-
-
 @dataclass(frozen=True)
 class KeyChain:
     """How keys of a sequence's pages begin, and with which page its adapter's begin.
@@ -65,18 +58,23 @@ class KeyChain:
     by the adapter and by the token from which it computes.
     """
 
-    first_link: PageKey
+    first_link: PageKey  # what the chain begins with. It is not the key of a page
     block_size: int
+    start: int | None = None  # see `adapter_start`
     adapter: bytes = b""  # what the keys of its pages differ by; empty: nothing, or `first_link` does
     num_base_pages: int = 0  # whose keys are not the adapter's
 
     @staticmethod
-    def of(request: SequenceRequest, start: int | None, block_size: int) -> KeyChain:
-        """`start`: see `adapter_start`."""
-        link = first_link(request, start)
-        if request.adapter is None or not start:
-            return KeyChain(link, block_size)
-        return KeyChain(link, block_size, f"{request.adapter.digest} {start}".encode(), start // block_size)
+    def of(request: SequenceRequest, block_size: int) -> KeyChain:
+        adapter = request.adapter
+        is_plain = adapter is not None and not adapter.invocation_token_ids
+        start = 0 if is_plain else adapter_start(request)
+        parts = (request.tenant, request.cache_salt, adapter.digest if adapter is not None and start == 0 else "")
+        text = "".join(f"{len(part)}:{part}" for part in parts)
+        link = blake2b(text.encode(), digest_size=KEY_BYTES).digest()
+        if adapter is None or not start:
+            return KeyChain(link, block_size, start)
+        return KeyChain(link, block_size, start, f"{adapter.digest} {start}".encode(), start // block_size)
 
     def link(self, keys: Sequence[PageKey], depth: int) -> PageKey:
         """The key before the page at this depth."""
