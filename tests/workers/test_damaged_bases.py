@@ -85,10 +85,11 @@ def _misshapen(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield tensor.transpose(-1, -2).contiguous()
 
 
-def _is_named(name: str, words: str) -> bool:
-    """By what it ends with within its layer, without `.weight`, and one of experts by its layer and expert, too."""
-    expert = _EXPERT.search(name)
-    return (name.removesuffix(".weight").rpartition(".")[2] if expert is None else expert[0]) in words
+def _is_named(stored: str, full: str, words: str) -> bool:
+    """By its whole name in the file, by what its name in full ends with within its layer, without `.weight`, or, one
+    of experts, by its layer and expert, too."""
+    expert = _EXPERT.search(full)
+    return stored in words or (full.removesuffix(".weight").rpartition(".")[2] if expert is None else expert[0]) in words
 
 
 def test_tensors_without_a_place_are_named(base: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
