@@ -78,6 +78,7 @@ from .responses.response_form import ResponseForm
 from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
 from .tenancy.account import Accounts, AnswerRequest
 from .text.text import TextService
+from .training_api import Pauses
 from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter
 
@@ -179,8 +180,9 @@ class CompletionsApi:
         bodies: BodyReader,
         shadows: ShadowSender | None = None,
         responses: StoredResponses | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
-        """`responses`: None: none can be stored."""
+        """`responses`: None: none can be stored. `pauses`: None: there are none."""
         self._config = config
         self._bodies = bodies
         self._grammars = GrammarCheck(text.special_ids)
@@ -190,7 +192,7 @@ class CompletionsApi:
         self._text = text
         self._metrics = metrics
         self._accounts = accounts
-        self._shadows, self._responses = shadows, responses
+        self._shadows, self._responses, self._pauses = shadows, responses, pauses
         self._turns = LoopTurns()
 
     @route(
@@ -309,6 +311,8 @@ class CompletionsApi:
         """All steps of a request. Each raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
+        if self._pauses is not None and identity.name in self._pauses.now and not is_line(http.scope):
+            await self._pauses.wait(identity.name)
         if self._accounts.precheck is not None:
             record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:
