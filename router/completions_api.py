@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Annotated, Final, TypeVar
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
@@ -342,7 +342,8 @@ class CompletionsApi:
         if len(generation.prompts) > (limit := self._config.now.max_sequences_per_request):
             generation = replace(generation, most_at_once=limit)
         response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
-        head = AnswerHead(str(response_id), response_id.created, request.model)
+        version = None if choice.version is None else f"{choice.version.name}@{choice.version.version}"
+        head = AnswerHead(str(response_id), response_id.created, request.model, UNSET if version is None else version)
         record.answer = head.id[-NUM_ANSWER_CHARS:]
         if choice.version is not None:
             generation = on_adapter(generation, choice.version, request.model)
@@ -365,7 +366,7 @@ class CompletionsApi:
             AnswerRequest(
                 identity=identity,
                 response_id=head.id,
-                model=request.model,
+                model=self._base.name if choice.version is None else request.model,
                 version=choice.version,
                 user=request.user or "",
                 trial=choice.trial,
@@ -389,9 +390,8 @@ class CompletionsApi:
             None if responses is None else partial(_keep, responses, identity, request, head, form),
             None if room is None else room.max_answer_bytes,
         )
-        if choice.version is not None:
-            name = f"{choice.version.name}@{choice.version.version}"
-            response.raw_headers.append((VERSION_HEADER, name.encode()))
+        if version is not None:
+            response.raw_headers.append((VERSION_HEADER, version.encode()))
         return response
 
     def _open_body(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> AbstractAsyncContextManager[R]:

@@ -85,7 +85,7 @@ def create_app(
     `more_routes`: routes of what else the caller has made.
     """
     metrics = metrics or Metrics()
-    base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
+    base = BaseModel(config, dispatcher, view)
     readiness = Readiness(config, dispatcher, metrics)
     if canaries is not None:
         accountants = (*accountants, canaries)

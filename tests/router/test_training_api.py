@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from base64 import b64encode
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from motet.router.fleet import dispatch
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.http.auth import BROWSERS_HEADERS
+from motet.router.tenancy.account import Account, AnswerRequest, Ending
 from motet.router.text.text import TextService
 from motet.tests.rigs.lora_files import lora_files
 from motet.tests.rigs.part_configs import admission_config, leader_config
 from motet.tests.rigs.patience import PATIENCE_S
 from motet.tests.rigs.patience import eventually_in_loop as eventually
-from motet.tests.rigs.router_rig import BASE, KEYS, RouterRig, text_service
+from motet.tests.rigs.router_rig import BASE, KEYS, RouterRig, chunks_of, text_service
 from motet.tests.rigs.stand_in_engine import INFO, StandInEngine, adapter_pages
 from motet.tests.rigs.tenants_rig import TenantsRig
 from motet.workers.leader.frame_server import FrameServer
@@ -254,6 +256,72 @@ async def test_who_may_pause_and_how(routers: list[TenantsRig]) -> None:
     await rig.done("POST", PAUSE, plain)
     await rig.done("DELETE", "/v1/admin/tenants/acme")
     await eventually(lambda: rig.dispatcher.held == [])
+
+
+async def test_answers_and_each_event_name_the_version(tmp_path: Path, text: TextService) -> None:
+    rig = RouterRig(tmp_path / "spool", text)
+    rig.registry.add("acme", "policy")
+    rig.registry.add("acme", "policy")
+    rig.dispatcher.answer = rig.ids("hello world")
+    chat = {"messages": [{"role": "user", "content": "hello"}]}
+    async with rig.client() as client:
+        for path, fields in (("/v1/completions", {"prompt": "hello"}), ("/v1/chat/completions", chat)):
+            for model, version in (("policy", "policy@2"), (BASE, None)):
+                body = {"model": model, "max_tokens": 4, **fields}
+                answer = await client.post(path, json=body)
+                assert answer.json().get("system_fingerprint") == answer.headers.get("x-motet-version") == version
+                options = {"stream": True, "stream_options": {"include_usage": True}}
+                chunks = chunks_of(await client.post(path, json={**body, **options}))
+                assert len(chunks) > 3 and {chunk.get("system_fingerprint") for chunk in chunks} == {version}
+
+
+async def test_aliases_are_the_base_unless_the_tenant_has_an_adapter_of_that_name(
+    tmp_path: Path, text: TextService
+) -> None:
+    accounts = Accounted()
+    rig = RouterRig(tmp_path / "spool", text, base_aliases="org/model, /models/tiny", accountants=[accounts])
+    rig.dispatcher.answer = rig.ids("hello")
+    async with rig.client() as client:
+
+        async def answered(model: str) -> tuple[int, str | None]:
+            answer = await client.post("/v1/completions", json={**COMPLETION, "model": model})
+            if answer.is_success:
+                assert answer.json()["model"] == model
+            return answer.status_code, answer.headers.get("x-motet-version")
+
+        for alias in ("org/model", "/models/tiny"):
+            assert await answered(alias) == (200, None)
+            assert accounts.models[-1] == BASE  # it is the base's usage
+        for other in ("", "org/other", "org/model@1", "org/model, /models/tiny", " org/model"):
+            assert (await answered(other))[0] in (400, 404)
+        shown = (await client.get("/v1/models/org/model")).json()
+        assert (shown["id"], shown["root"], shown["parent"]) == ("org/model", BASE, None)
+        rig.registry.add("acme", "org/model")
+        assert await answered("org/model") == (200, "org/model@1")
+        rig.config.now = replace(rig.config.now, base_aliases="other")
+        assert await answered("/models/tiny") == (404, None)
+        assert await answered("other") == (200, None)
+        for none in ("", ",", "other,"):
+            rig.config.now = replace(rig.config.now, base_aliases=none)
+            assert (await answered(""))[0] in (400, 404) and (await answered(","))[0] == 404
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == [BASE, "org/model"]
+
+
+class Accounted:
+    """Keeps the models of answers."""
+
+    headers = ()
+
+    def __init__(self) -> None:
+        self.models: list[str] = []
+
+    async def open(self, request: AnswerRequest) -> Account:
+        self.models.append(request.model)
+        return self
+
+    def settle(self, ending: Ending) -> None:
+        pass
 
 
 # Facts, and keys as passwords.
