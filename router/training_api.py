@@ -42,9 +42,8 @@ class Pause:
 class Pauses:
     """As the registry says, whose events come to every router. Belongs to one event loop.
 
-    New requests wait here until the pause ends, before anything of them is read, and see the versions of then: the end
-    of a pause comes to each router after the uploads that were made before it. Running sequences wait in the
-    dispatcher.
+    New requests wait here until the pause ends, before anything of them is read, and see all uploads until then, whose
+    events come before that of its end. Running sequences wait in the dispatcher.
     """
 
     def __init__(self, view: RegistryView, dispatcher: Dispatcher, clock: Callable[[], float] = time.time) -> None:
@@ -126,7 +125,7 @@ class PauseApi:
 
     @route("POST", "/resume", scope="upload", summary="End your tenant's pause.", errors=_ERRORS)
     async def resume(self, request: Request, identity: Identity) -> PauseAnswer:
-        """Requests that come after the answer see every version that was uploaded before it, at any router."""
+        """Each router that has heard of the pause lets requests go on when it has heard of all uploads until now."""
         await self._set(identity, 0.0)
         return PauseAnswer("resumed")
 

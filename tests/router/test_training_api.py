@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from base64 import b64encode
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from motet.adapters.registry.administration.tenant_registry import TenantRegistry
+from motet.adapters.registry.tenants.records import Admission
 from motet.cluster.edge import edge_config
 from motet.router import training_api
 from motet.router.fleet import dispatch
@@ -237,6 +240,17 @@ async def test_so_many_wait_while_they_are_paused_and_no_more(
     await eventually(lambda: rig.app.state.pauses.now["acme"].num_waiting == 1)
     await rig.done("POST", "/resume", key)
     assert (await waiting[1]).status_code == 200
+
+
+async def test_a_pause_makes_no_tenant(routers: list[TenantsRig], redis_client: Redis) -> None:
+    """One of a file of keys is there as long as its keys are."""
+    rig, tenants = routers[0], TenantRegistry(redis_client)
+    await tenants.pause("new", time.time() + 60, Admission(incarnation=0, last_event=0))
+    await rig.view.catch_up()
+    assert rig.dispatcher.held == ["new"]
+    assert not rig.view.keys.has_tenant("new")
+    await rig.done("POST", "/v1/admin/tenants", json={"name": "new"})
+    assert rig.dispatcher.held == []
 
 
 async def test_who_may_pause_and_how(routers: list[TenantsRig]) -> None:

@@ -253,13 +253,14 @@ class TenantRegistry:
     async def pause(self, name: str, until: float, admission: Admission) -> None:
         """The tenant's requests wait until this Unix time; 0: no more. It is no entry of the audit log.
 
-        `admission`: of the tenant's request. Raises TenantEnding, CallerGone.
+        A tenant that is there by its keys alone still is. `admission`: of the tenant's request. Raises TenantEnding,
+        CallerGone.
         """
 
         def make(records: Found) -> Wanted:
-            before = records.tenant or TenantRecord(name=name)
+            before = records.tenant or TenantRecord(name=name, is_gone=True)
             _check_not_ending(before)
-            return Wanted(entry=None, tenant=structs.replace(before, is_gone=False, paused_until=until))
+            return Wanted(entry=None, tenant=structs.replace(before, paused_until=until))
 
         await self._changes.change(name, (), make, admission=admission)
 
