@@ -284,6 +284,16 @@ def test_bounds_of_an_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [one.code for one in errors_of(b"\n" * 9000, tmp_path)] == ["too_many_lines"]
 
 
+async def test_lines_are_run_while_their_tenant_has_paused_its_requests(running: RealFront) -> None:
+    """They are background work, and would keep the room for lines from other tenants."""
+    client = BatchClient(running)
+    assert await client.done("POST", "/pause?mode=keep") == {"status": "paused"}
+    batch = await client.ended(await client.create(await client.upload([line("a")])))
+    assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 1)
+    assert await client.done("GET", "/is_paused") == {"is_paused": True}
+    assert await client.done("POST", "/resume") == {"status": "resumed"}
+
+
 async def test_lines_behind_a_mebibyte_of_nothing_are_run(running: RealFront) -> None:
     owner = BatchClient(running)
     blank = (b" " * 300_000 + b"\n") * 8

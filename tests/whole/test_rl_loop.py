@@ -17,11 +17,11 @@ from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.imports import ROOT
 from motet.tests.rigs.running_motet import DEMO, KEYS, running_motet
 
-PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
+TRL = ROOT / ".venv" / "trl"
 NUM_STEPS = 20
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="scripts/trl has not been run"),
+    pytest.mark.skipif(not (TRL / "packages").exists(), reason="scripts/trl has not been run"),
 ]
 
 
@@ -30,7 +30,15 @@ def test_a_reward_rises_and_both_sides_have_the_same_log_probabilities(tmp_path:
     folders = ("--adapter-folders", f"{tmp_path}/{{tenant}}")
     with running_motet(tmp_path / "data", free_ports(1)[0], "--gangs", "2", "--dtype", "float32", *folders) as motet:
         url = motet.url.replace("//", f"//:{KEYS['acme']}@")
-        command = [PYTHON, "examples/rl_loop.py", url, DEMO / "base", tmp_path / "acme" / "run", "--steps", NUM_STEPS]
+        command = [
+            TRL / "bin" / "python",
+            "examples/rl_loop.py",
+            url,
+            DEMO / "base",
+            tmp_path / "acme" / "run",
+            "--steps",
+            NUM_STEPS,
+        ]
         offline = {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         log = tmp_path / "trl.log"
         with log.open("w") as stderr:
