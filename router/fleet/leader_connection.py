@@ -448,7 +448,10 @@ class LeaderConnection:
         sequence = self._cancelled.get(update.sequence_id)
         if sequence is None:
             return
-        sequence.note_usage(update.usage)
+        usage = update.usage
+        # One that was taken back may have gone on elsewhere, where more was counted since.
+        if usage is not None and usage.num_computed_tokens >= sequence.usage.num_computed_tokens:
+            sequence.note_usage(usage)
         if update.finish_reason is not None or update.error is not None:
             sequence.end_reports()
             self._drop_cancelled(update.sequence_id)
