@@ -67,10 +67,15 @@ def test_what_fails_leaves_all_as_it_was(tmp_path: Path, place: str, monkeypatch
 
     if place == "as a file is synced":
         monkeypatch.setattr("motet.adapters.store.durable_file.os.fsync", full)
-    with pytest.raises(OSError, match="No space"), replacing_all(folder, temporary) as files:
-        with files.write("tensors") as file:
-            file.write(b"new")
-        if place == "in the block":
-            full(0)
+
+    def replace_all() -> None:
+        with replacing_all(folder, temporary) as files:
+            with files.write("tensors") as file:
+                file.write(b"new")
+            if place == "in the block":
+                full(0)
+
+    with pytest.raises(OSError, match="No space"):
+        replace_all()
     assert not [*temporary.iterdir()]
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("tensors", "old")]

@@ -1,4 +1,4 @@
-"""Whose weights made each token, while versions of a name are uploaded and deleted and prefixes of old ones are warm."""
+"""Whose weights made each token, while versions of a name come and go and prefixes of old ones are warm."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Traffic:
     async def _ask_on(self) -> None:
         while not self._is_over:
             prefix = self._rng.choice(PREFIXES)
-            prompt = prefix[: self._rng.randrange(1, len(prefix))] + [self._rng.randrange(1, 150)]
+            prompt = [*prefix[: self._rng.randrange(1, len(prefix))], self._rng.randrange(1, 150)]
             temperature, max_tokens = self._rng.choice((0, 1)), self._rng.randrange(1, 60)
             body = {"model": "policy", "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature}
             acknowledged = self._acknowledged

@@ -1,7 +1,7 @@
 """A base and versions of an adapter, each of which emits only tokens of its own, whatever it is asked.
 
-Attention is uniform, and a version's LoRA of `v_proj` adds its marker to the value of each position: 1 in the channel of
-its group of tokens, and -PENALTY in the channels of all others. The head gives a group's tokens the logit of their
+Attention is uniform, and a version's LoRA of `v_proj` adds its marker to the value of each position: 1 in the channel
+of its group of tokens, and -PENALTY in the channels of all others. The head gives a group's tokens the logit of their
 channel, so a context of one version's KV alone leaves nothing but its group. One page of another version among PENALTY
 pages takes the group's channel below zero, and tokens of no group come. Without an adapter all tokens are alike.
 """
