@@ -26,7 +26,7 @@ MAX_PARTS = 8
 _PRUNING = ("ties", "dare_linear", "dare_ties", "magnitude_prune")
 
 
-class Part(msgspec.Struct, frozen=True):
+class WeightedAdapter(msgspec.Struct, frozen=True):
     digest: str
     weight: float  # negative: its effect is taken away
 
@@ -34,7 +34,7 @@ class Part(msgspec.Struct, frozen=True):
 class Combination(msgspec.Struct, frozen=True, kw_only=True):
     """What is to be combined, and how. Names are those of PEFT's arguments."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightedAdapter, ...]
     combination_type: CombinationType = "cat"
     density: float | None = None  # the share of the numbers that pruning keeps
     majority_sign_method: MajoritySign = "total"
@@ -122,9 +122,9 @@ def _truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The best approximation of `b @ a` that has this rank, by the QR decompositions of both sides."""
     a_basis, a_factor = np.linalg.qr(a.T)
     b_basis, b_factor = np.linalg.qr(_finite(a, b)[1])
-    left, values, right = np.linalg.svd(_finite(a_factor, b_factor @ a_factor.T)[1])
-    rank = min(rank, len(values))
-    return right[:rank] @ a_basis.T, b_basis @ (left[:, :rank] * values[:rank])
+    u, s, v = np.linalg.svd(_finite(a_factor, b_factor @ a_factor.T)[1])
+    rank = min(rank, len(s))
+    return v[:rank] @ a_basis.T, b_basis @ (u[:, :rank] * s[:rank])
 
 
 def _merged(loras: _Loras, combination: Combination, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
@@ -164,14 +164,14 @@ def _tensor(tensors: Tensor, weights: Tensor, combination: Combination, generato
 
 def _largest(tensor: Tensor, density: float) -> Tensor:
     """The tensor with zeros in place of all but the largest numbers."""
-    num_kept, flat = int(density * tensor.size), tensor.reshape(-1)
-    kept = np.zeros_like(flat)
-    places = np.argpartition(-np.abs(flat), num_kept)[:num_kept] if num_kept else []
-    kept[places] = flat[places]
-    return kept.reshape(tensor.shape)
+    count, flat = int(density * tensor.size), tensor.reshape(-1)
+    mask = np.zeros(flat.shape, np.bool_)
+    if count:
+        mask[np.argpartition(-np.abs(flat), count - 1)[:count]] = True
+    return np.asarray(tensor * mask.reshape(tensor.shape))
 
 
 def _dropped(tensor: Tensor, density: float, generator: np.random.Generator) -> Tensor:
-    """The tensor with random numbers kept, and enlarged so that its mean stays."""
-    kept = generator.random(tensor.shape, np.float32) < density
-    return np.asarray(tensor * kept / np.float32(density))
+    """The tensor with zeros in place of random numbers, and the others enlarged so that its mean stays."""
+    mask = generator.random(tensor.shape, np.float32) < density
+    return np.asarray(tensor * mask / np.float32(density))

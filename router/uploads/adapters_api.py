@@ -23,7 +23,7 @@ from ...adapters.format.combination import (
     Combination,
     CombinationType,
     MajoritySign,
-    Part,
+    WeightedAdapter,
     combination_problem,
 )
 from ...adapters.format.own_tokenizer import OwnTokenizer
@@ -178,7 +178,9 @@ class AdaptersApi:
         if len(templates) > 1:
             raise invalid_value("adapters", "they have different response templates: combine those of one form.")
         combination = Combination(
-            parts=tuple(Part(part.digest, each.weight) for part, each in zip(parts, body.adapters, strict=True)),
+            parts=tuple(
+                WeightedAdapter(part.digest, each.weight) for part, each in zip(parts, body.adapters, strict=True)
+            ),
             combination_type=body.combination_type,
             density=body.density,
             majority_sign_method=body.majority_sign_method,

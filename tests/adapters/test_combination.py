@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.combination import Combination, Part, combination_problem, combine
+from motet.adapters.format.combination import Combination, WeightedAdapter, combination_problem, combine
 from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.format.validation import validate
 from motet.workers.models.config import ModelConfig
@@ -63,7 +63,9 @@ def contents_of(folder: Path, names: tuple[str, ...]) -> list[AdapterContent]:
 
 
 def combination_of(weights: list[float], **fields: Any) -> Combination:
-    return Combination(parts=tuple(Part(f"{place:064x}", weight) for place, weight in enumerate(weights)), **fields)
+    return Combination(
+        parts=tuple(WeightedAdapter(f"{place:064x}", weight) for place, weight in enumerate(weights)), **fields
+    )
 
 
 CASES = [
@@ -111,7 +113,7 @@ def test_dare_keeps_some_numbers_enlarged_and_always_the_same(seed: int, density
         AdapterContent({(0, "q_proj"): LoraMatrices(_random(numbers, 8, 300), _random(numbers, 200, 8), 1.0)})
         for _ in range(2)
     ]
-    parts = (Part(f"{seed:064x}", 1.0), Part("f" * 64, 1.0))
+    parts = (WeightedAdapter(f"{seed:064x}", 1.0), WeightedAdapter("f" * 64, 1.0))
     kind = "dare_ties" if signed else "dare_linear"
     combination = Combination(parts=parts, combination_type=kind, density=density)  # type: ignore[arg-type]
     mixed = combine(contents, combination).matrices[0, "q_proj"]
