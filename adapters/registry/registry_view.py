@@ -158,6 +158,7 @@ class RegistryView:
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while it loads
         self._connected = False
         self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name no longer points to
+        self.on_tenant: Callable[[TenantRecord], None] = lambda tenant: None  # gets a tenant's record that may be new
         self._filler: asyncio.Task[None] | None = None
         self.is_unreachable = False  # the registry has not answered when it was last asked for events
         self._may_resume = False  # whether to go on after the last event that was read
@@ -275,6 +276,8 @@ class RegistryView:
         outdated = _apply(event, self._names, self._keys)
         if outdated is not None:
             self.on_outdated(outdated)
+        if isinstance(event, TenantSet):
+            self.on_tenant(event.tenant)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
@@ -337,6 +340,8 @@ class RegistryView:
         self.pins.replace({name: pin for name, pin in pins.items() if pin is not None})
         self._event_id, self._event_number = event_id, number
         self._filler = self._refill()
+        for tenant in keys.tenants():
+            self.on_tenant(tenant)
 
     def _refill(self) -> asyncio.Task[None] | None:
         """Adds all other adapters, while requests are served already, if there is room for them."""

@@ -46,6 +46,7 @@ from ...router.rest_server import create_app
 from ...router.tenancy.quotas import Quotas
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
+from ...router.training_api import RANK_OF_ADAPTERS
 from ...router.usage.usage import LEDGERS_PART, UsageService
 from ...router.usage.usage_rows import read_prices
 from ...router.versions.canary_book import CanaryBook, CanaryJudge
@@ -213,6 +214,7 @@ class RouterReplica:
             preloads=Preloads(redis),
             pins=pins,
             batches=batches,
+            adapter_pages=layouts[0].num_pages(dict.fromkeys(layouts[0].shape.modules, RANK_OF_ADAPTERS)),
             accountants=[usage.metering],
             more_routes=usage.routes,
         )
