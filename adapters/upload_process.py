@@ -18,6 +18,7 @@ import msgspec
 from msgspec import structs
 
 from .errors import AdapterInvalid, UploadTooLarge
+from .format.base_weights import BaseTensor, BaseWeights
 from .format.content import AdapterContent
 from .format.peft import named_base
 from .format.validation import validate
@@ -27,6 +28,7 @@ from .processes.child_processes import (
     NOT_LAST,
     bound_cpu,
     bound_memory,
+    extend_cpu,
     read_frames,
     resident_bytes,
     write_frames,
@@ -37,6 +39,8 @@ from .store.store import AdapterStore
 NICENESS: Final = 10  # uploads yield to all other work, large bodies included
 MOST_BYTES: Final = 768 << 20  # of memory, beside the upload's own file, which is mapped
 MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
+
+CPU_S_PER_BASE_GIB: Final = 15.0  # of the base's weights that an adapter depends on
 
 CHECK: Final = b"check"  # the first frame of a question; then follow a `Check` and the config
 STORE: Final = b"store"  # what was checked
@@ -49,6 +53,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     layouts: tuple[AdapterLayout, ...]  # of one base
     max_packed_bytes: int
     cpu_s: float  # that the check and what follows may take
+    base: dict[str, BaseTensor]  # see `BaseWeights`
 
 
 class UploadFacts(msgspec.Struct, frozen=True, tag=True):
@@ -117,7 +122,9 @@ class Workbench:
                     f"all layers: at most {check.max_packed_bytes} are accepted"
                 )
 
-        content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks)
+        # What of the base has to be read is as large as the base, whatever the upload.
+        base = BaseWeights(check.base, lambda num_bytes: extend_cpu(CPU_S_PER_BASE_GIB * num_bytes / (1 << 30)))
+        content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks, base)
         facts = structs.replace(
             _facts_of(content),
             base=named_base(config),

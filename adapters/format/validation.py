@@ -1,4 +1,4 @@
-"""Checks that an upload is a plain LoRA that fits the base. Only JSON and safetensors are read, never pickle."""
+"""Checks that an upload is an adapter that fits the base. Only JSON and safetensors are read, never pickle."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from ..adapter import (
     family_of_module,
 )
 from ..errors import AdapterInvalid, listed, quote
+from .base_weights import BaseWeights
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
+from .output_vectors import check_vectors, outputs_of, scaled_modules, source_digest
 from .peft import (
     BEGINNING,
     ENDING,
+    IA3,
     LAYER,
     TENSORS_FILE,
     TEXT_PREFIX,
@@ -34,6 +37,7 @@ from .peft import (
     module_prefix,
     parse_config,
     parse_tensor_name,
+    parse_vector_name,
     unwrapped,
 )
 from .targets import PatternTime, Target, by_pattern, module_keys, named_in, names_found, resolve_targets, unmatched
@@ -230,13 +234,15 @@ def validate(
     tensors: Path,
     shape: BaseShape,
     check_ranks: Callable[[Mapping[str, int]], None] = lambda module_ranks: None,
+    base: BaseWeights | None = None,
 ) -> AdapterContent:
     """Checks and returns the adapter in the two files. Its tensors stay memory-mapped from the file `tensors`.
 
     `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
     is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
     base and are finite. Of a base that takes pictures too, LoRA of what reads them is left out: after training on text
-    alone its B is 0; where it is not, the content's `left_out` says so.
+    alone its B is 0; where it is not, the content's `left_out` says so. `base`: whose weights decide what DoRA and
+    trained biases compute; without it these are refused.
     """
     parsed = parse_config(config)
     time = PatternTime()
@@ -253,16 +259,28 @@ def validate(
     fused_names = match_fused_names(
         [name for name in of_text if parse_fused_name(name) is not None], parameters, shape, prefix
     )
-    names = _match_names([name for name in of_text if parse_fused_name(name) is None], targets, shape, prefix)
+    vectors = _match_vectors(of_text, shape)
+    vector_shapes = {key: file.entries[name].shape for key, name in vectors.items()}
+    if parameters and (parsed.use_dora or parsed.lora_bias):
+        raise AdapterInvalid("target_parameters have no DoRA and no lora_bias in PEFT: name linears in target_modules")
+    check_vectors(vectors, vector_shapes, parsed, targets, shape)
+    if parsed.kind == IA3:
+        targets = {}
+    matched = {*vectors.values(), *filter(parse_fused_name, of_text)}
+    names = _match_names([name for name in of_text if name not in matched], targets, shape, prefix)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape, parsed.num_blocks)
     for key, name in fused_names.items():
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
-    check_ranks(ranks_over_layers(_ranks(targets, parameters, shape), num_experts))
+    scaled = {module for _, module in scaled_modules(vector_shapes, shape)}
+    check_ranks(ranks_over_layers(_ranks(targets, parameters, shape), num_experts, scaled))
     left_out = _vision_problem(file, of_vision)
     arrays = {key: _whole(_finite(file, name), _expected(key, targets, shape)) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
+    vector_arrays = {key: _finite(file, name) for key, name in vectors.items()}
+    loras = {key: LoraMatrices(arrays[*key, "A"], arrays[*key, "B"], each.scaling) for key, each in targets.items()}
+    outputs = outputs_of(vector_arrays, loras, shape, base)
     matrices: dict[tuple[int, str], LoraMatrices] = {}
     for (layer, module), target in targets.items():
         a, b, start = arrays[layer, module, "A"], arrays[layer, module, "B"], 0
@@ -281,7 +299,14 @@ def validate(
     warnings = () if shape.is_wrapped else _unmatched(parsed, trained, prefix)
     warnings += parsed.unknown.warnings
     return AdapterContent(
-        matrices, num_experts, left_out, parsed.unknown.problem, warnings, parsed.invocation_token_ids
+        matrices,
+        num_experts,
+        left_out,
+        parsed.unknown.problem,
+        warnings,
+        parsed.invocation_token_ids,
+        outputs,
+        source_digest(vector_arrays),
     )
 
 
@@ -403,6 +428,18 @@ def _match_names(
     return names
 
 
+def _match_vectors(tensor_names: Iterable[str], shape: BaseShape) -> dict[_Key, str]:
+    """The file's name for each vector of outputs. Raises AdapterInvalid for a vector that is there twice."""
+    names: dict[_Key, str] = {}
+    for name in tensor_names:
+        key = parse_vector_name(name, shape.modules_by_path)
+        if key is not None and names.setdefault(key, name) != name:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds a vector twice: as {quote(names[key], 160)} and as {quote(name, 160)}"
+            )
+    return names
+
+
 def _begins(name: str, prefix: str) -> bool:
     """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
     parts = ("layers.", *(f"{module}." for module in OUTER_MODULES))
@@ -420,7 +457,7 @@ def _refuse_tensor(name: str, shape: BaseShape, prefix: str) -> None:
     if feature is not None:
         raise AdapterInvalid(
             f"{TENSORS_FILE} holds {quote(name, 160)}: {feature} is not supported, "
-            f"only plain LoRA of {', '.join(shape.target_names)} is"
+            f"only LoRA of {', '.join(shape.target_names)} is"
         )
     raise AdapterInvalid(
         f"{TENSORS_FILE} holds {quote(name, 160)}, which is not a LoRA matrix of this base: names like "
