@@ -265,6 +265,16 @@ class BaseShape:
         return self.entry(layer, module) is not None
 
 
+@dataclass(frozen=True)
+class BaseTensor:
+    """Where a tensor of the base lies: in row-major order, little-endian, from byte `start` of a file on."""
+
+    path: str
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    start: int
+
+
 def name_of(entry: str) -> str:
     """The name by which adapters know an entry of `BaseShape.modules`."""
     return entry.rpartition(":")[2]

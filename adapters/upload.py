@@ -17,9 +17,8 @@ from typing import Final, TypeVar
 import msgspec
 from msgspec import structs
 
-from .adapter import AdapterVersion
+from .adapter import AdapterVersion, BaseTensor
 from .errors import AdapterInvalid, NoSuchName, UploadTooLarge, UploadUnchecked
-from .format.base_weights import BaseTensor
 from .format.peft import CONFIG_FILE, TENSORS_FILE
 from .names import PLAIN_SIGHT, Sight, check_name, check_tenant
 from .packing.layout import AdapterLayout, packed_bytes

@@ -17,8 +17,9 @@ from typing import IO, Final, Literal
 import msgspec
 from msgspec import structs
 
+from .adapter import BaseTensor
 from .errors import AdapterInvalid, UploadTooLarge
-from .format.base_weights import BaseTensor, BaseWeights
+from .format.base_weights import BaseWeights
 from .format.content import AdapterContent
 from .format.peft import named_base
 from .format.validation import validate

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 
+from ..adapter import BaseTensor
 from ..errors import AdapterInvalid, quote
 from .tensor_file import BFLOAT16, DTYPES, Tensor
 
 _BLOCK_BYTES = 4 << 20  # of a weight in float32, that is read and multiplied at once
-
-
-@dataclass(frozen=True)
-class BaseTensor:
-    """Where a tensor of the base lies: in row-major order, little-endian, from byte `start` of a file on."""
-
-    path: str
-    dtype: str  # as safetensors names it
-    shape: tuple[int, ...]
-    start: int
 
 
 class BaseWeights:

@@ -12,9 +12,9 @@ import torch
 from redis.asyncio import Redis
 from safetensors.torch import save_file
 
-from motet.adapters.adapter import BaseShape
+from motet.adapters.adapter import BaseShape, BaseTensor
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.base_weights import BaseTensor, BaseWeights
+from motet.adapters.format.base_weights import BaseWeights
 from motet.adapters.format.content import AdapterContent
 from motet.adapters.format.validation import validate
 from motet.adapters.registry.registry import Registry

@@ -10,8 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from ...adapters.adapter import EXPERT_MODULES, BaseShape
-from ...adapters.format.base_weights import BaseTensor
+from ...adapters.adapter import EXPERT_MODULES, BaseShape, BaseTensor
 
 _LENGTH_BYTES = 8  # before the header, which is JSON
 _MAX_HEADER_BYTES = 100_000_000  # the format's own bound
