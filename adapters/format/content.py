@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
@@ -16,6 +16,7 @@ from ..adapter import (
     family_of_module,
     packing_order,
 )
+from .products import ProductMatrices
 from .tensor_file import DTYPE_NAMES, Tensor, tensor_bytes
 
 
@@ -26,6 +27,29 @@ class LoraMatrices:
     a: Tensor  # [rank, in]
     b: Tensor  # [out, rank]
     scaling: float  # lora_alpha / rank, or lora_alpha / sqrt(rank) for rsLoRA
+
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return self.a.shape[1], self.b.shape[0]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"A": self.a, "B": self.b}
+
+    def outputs(self, start: int, stop: int) -> LoraMatrices:
+        """Those of some outputs, with the same A."""
+        return LoraMatrices(self.a, self.b[start:stop], self.scaling)
+
+    def rows_of_a(self, rows: slice, inputs: slice) -> Tensor:
+        return self.a[rows, inputs]
+
+    def columns_of_b(self, outputs: slice | Tensor, rows: slice) -> Tensor:
+        return self.b[outputs, rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +71,7 @@ class AdapterContent:
     none.
     """
 
-    matrices: Mapping[tuple[int, str], LoraMatrices]
+    matrices: Mapping[tuple[int, str], LoraMatrices | ProductMatrices]
     num_experts: int = 0
     left_out: str = ""
     unknown_field: str = ""
@@ -59,13 +83,13 @@ class AdapterContent:
     @cached_property
     def module_ranks(self) -> dict[str, int]:
         """Each target's largest rank over the layers, in packing order; experts as in `adapter.py`."""
-        ranks = {key: lora.a.shape[0] for key, lora in self.matrices.items()}
+        ranks = {key: lora.rank for key, lora in self.matrices.items()}
         return ranks_over_layers(ranks, self.num_experts, (module for _, module in self.outputs))
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the tensors as uploaded: a matrix that several modules share counts once."""
-        tensors = [tensor for lora in self.matrices.values() for tensor in (lora.a, lora.b)]
+        tensors = [tensor for lora in self.matrices.values() for tensor in lora.tensors.values()]
         tensors += [tensor for vectors in self.outputs.values() for tensor in (vectors.gain, vectors.shift)]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
@@ -77,17 +101,21 @@ class AdapterContent:
             hasher.update(json.dumps(["invocation", *self.invocation_token_ids]).encode() + b"\n")
         if self.outputs_source:
             hasher.update(json.dumps(["outputs", self.outputs_source]).encode() + b"\n")
-        for (layer, module), letter, tensor, scaling in self._parts():
-            facts = [layer, module, letter, DTYPE_NAMES[tensor.dtype], list(tensor.shape), scaling.hex()]
-            hasher.update(json.dumps(facts).encode() + b"\n")
-            hasher.update(tensor_bytes(tensor))
+        shared: dict[int, str] = {}  # of a product's tensors, which several modules may have
+        for layer, module in sorted(self.matrices, key=lambda key: (key[0], packing_order(key[1]))):
+            lora = self.matrices[layer, module]
+            if isinstance(lora, ProductMatrices):
+                hasher.update(json.dumps([layer, module, lora.kind, *lora.sides, lora.first_output]).encode() + b"\n")
+            for name, tensor in sorted(lora.tensors.items()):
+                facts = [layer, module, name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), lora.scaling.hex()]
+                hasher.update(json.dumps(facts).encode() + b"\n")
+                if isinstance(lora, ProductMatrices):
+                    if id(tensor) not in shared:
+                        shared[id(tensor)] = sha256(tensor_bytes(tensor)).hexdigest()
+                    hasher.update(shared[id(tensor)].encode())
+                else:
+                    hasher.update(tensor_bytes(tensor))
         return hasher.hexdigest()
-
-    def _parts(self) -> Iterator[tuple[tuple[int, str], str, Tensor, float]]:
-        for key in sorted(self.matrices, key=lambda key: (key[0], packing_order(key[1]))):
-            lora = self.matrices[key]
-            yield key, "A", lora.a, lora.scaling
-            yield key, "B", lora.b, lora.scaling
 
 
 def ranks_over_layers(

@@ -95,12 +95,20 @@ REFUSED: Mapping[str, Refused] = {
 }
 
 
-LORA, IA3 = "LORA", "IA3"
+LORA, IA3, VERA, LOHA, LOKR = "LORA", "IA3", "VERA", "LOHA", "LOKR"
+_LAYERS = frozenset({"target_modules", "layers_to_transform", "layers_pattern"})
+_LYCORIS = _LAYERS | {"exclude_modules", "r", "alpha", "rank_pattern", "alpha_pattern", "init_weights"}
+_LYCORIS |= {"rank_dropout", "module_dropout", "use_effective_conv2d"}  # of training, and of what is no linear
 # The kinds of adapters that are computed: which fields a kind has beside those of HARMLESS and of REFUSED.
 KINDS: Mapping[str, frozenset[str]] = {
     LORA: COMPUTED | {"init_lora_weights"},
     # Which modules are feedforward ones is in the shapes of their vectors.
     IA3: frozenset({"target_modules", "exclude_modules", "feedforward_modules", "init_ia3_weights", "fan_in_fan_out"}),
+    # Where the shared matrices are not in the file they would be drawn again, by torch's random numbers.
+    VERA: _LAYERS
+    | {"r", "bias", "projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"},
+    LOHA: _LYCORIS,
+    LOKR: _LYCORIS | {"decompose_both", "decompose_factor", "rank_dropout_scale"},  # the shapes say what these are
 }
 
 
@@ -134,7 +142,9 @@ def refuse_fields(config: Mapping[str, Any]) -> UnknownFields:
     warnings = [f"{quote(key)} = {quote(unknown[key])} is no field of PEFT: it is taken for a note" for key in texts]
     problem = ""
     if settings:
-        problem = f"{CONFIG_FILE} has {settings[0]}, which is no field of PEFT: remove it if it changes nothing"
+        problem = (
+            f"{CONFIG_FILE} has {settings[0]}, which is no field of PEFT for {kind}: remove it if it changes nothing"
+        )
     return UnknownFields(problem, tuple(warnings))
 
 
@@ -192,6 +202,11 @@ _VECTOR_NAME = re.compile(
     r"(?P<magnitude>lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?)|(?P<lora_bias>lora_B(?:\.[^.]+)?\.bias)|"
     r"(?P<bias>(?:base_layer\.)?bias)|(?P<ia3>ia3_l(?:\.[^.]+)?))"
 )
+# Of the kinds whose update of a weight is a product of them, see `products.py`.
+_FACTOR_NAME = re.compile(
+    rf"{BEGINNING}{LAYER}(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*?)\."
+    r"(?P<factor>vera_lambda_[bd]|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)(?:\.[^.]+)?"
+)
 _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes such tensors
     ("lora_magnitude_vector", "DoRA of a module that is none of them (use_dora)"),
     ("lora_embedding_", "embedding LoRA (lora_embedding_A, lora_embedding_B)"),
@@ -229,7 +244,7 @@ class LoraConfig:
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
     def scaling(self, rank: int, alpha: float) -> float:
-        if not rank:
+        if self.kind in (IA3, VERA):
             return 1.0
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
@@ -239,12 +254,14 @@ def parse_config(data: bytes) -> LoraConfig:
     config = parse_object(data, CONFIG_FILE)
     unknown = refuse_fields(config)
     kind = config["peft_type"]
+    config = {key: value for key, value in config.items() if key in KINDS[kind]}
+    alpha_key = "alpha" if kind in (LOHA, LOKR) else "lora_alpha"
     _refuse_together(config)
     layers = config.get("layers_to_transform")
     return LoraConfig(
         kind=kind,
         r=0 if kind == IA3 else _rank(config.get("r"), "r"),
-        lora_alpha=_alpha(config.get("lora_alpha", 8), "lora_alpha"),
+        lora_alpha=_alpha(config.get(alpha_key, 8), alpha_key),
         use_rslora=_flag(config, "use_rslora"),
         target_modules=_names(config, "target_modules"),
         target_parameters=_parameters(config),
@@ -328,6 +345,14 @@ def parse_vector_name(name: str, modules: Mapping[str, str]) -> tuple[int, str, 
         return None
     assert match.lastgroup is not None, "one of the kinds is there"
     return int(match["layer"]), modules[match["path"]], match.lastgroup
+
+
+def parse_factor_name(name: str, modules: Mapping[str, str]) -> tuple[int, str, str] | None:
+    """(layer, module, PEFT's name) of a vector of VeRA or a factor of LoHa or LoKr; None: the name is of none."""
+    match = _FACTOR_NAME.fullmatch(name)
+    if match is None or match["path"] not in modules:
+        return None
+    return int(match["layer"]), modules[match["path"]], match["factor"]
 
 
 def unwrapped(name: str) -> str:

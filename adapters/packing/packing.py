@@ -10,6 +10,7 @@ import numpy as np
 from ..adapter import NUM_OUTPUT_VECTORS, BaseShape, family_of_module
 from ..errors import AdapterInvalid
 from ..format.content import AdapterContent, LoraMatrices, OutputVectors
+from ..format.products import ProductMatrices
 from ..format.tensor_file import BFLOAT16, Tensor, is_finite
 from .layout import AdapterLayout, ModuleOffsets, ModulePart
 
@@ -89,17 +90,17 @@ def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]
         yield _Placed(layout.shape.source(name), layers, part, at, end, outputs, scales, shifts)
 
 
-def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:
+def _fill(array: Tensor, start: int, lora: LoraMatrices | ProductMatrices, placed: _Placed) -> None:
     """Packs the rows of A and B that lie in `array`, the elements from `start` on of a layer's virtual array."""
     part, at = placed.part, placed.at
-    rank, (a_width, b_width) = len(lora.a), part.widths
+    rank, (a_width, b_width) = lora.rank, part.widths
     with np.errstate(over="ignore"):  # overflows are checked afterwards
         rows = _rows_within(at.a - start, a_width, rank, len(array))
-        a = lora.a[rows, slice(*part.inputs)].astype(array.dtype)
+        a = lora.rows_of_a(rows, slice(*part.inputs)).astype(array.dtype)
         _copy_within(array, at.a - start + rows.start * a_width, a)
         rows = _rows_within(at.b - start, b_width, rank, len(array))
         outputs = slice(*part.outputs[0]) if placed.outputs is None else placed.outputs
-        b = lora.b[outputs, rows].astype(np.float32)
+        b = lora.columns_of_b(outputs, rows).astype(np.float32)
         b *= np.float32(lora.scaling)
         if placed.scales is not None:
             b *= placed.scales[:, None]
@@ -135,10 +136,11 @@ def _copy_within(array: Tensor, at: int, rows: Tensor) -> None:
 def _check_fit(content: AdapterContent, shape: BaseShape) -> None:
     for (layer, module), lora in content.matrices.items():
         sides = shape.sides(layer, module)
-        if sides != (lora.a.shape[1], lora.b.shape[0]):
+        if sides != lora.sides:
+            num_in, num_out = lora.sides
             raise AdapterInvalid(
-                f"{module} of layer {layer} with {lora.a.shape[1]} inputs and {lora.b.shape[0]} outputs does not fit "
-                f"the base: it has {shape.num_layers} layers, and {sides} there"
+                f"{module} of layer {layer} with {num_in} inputs and {num_out} outputs does not fit the base: it has "
+                f"{shape.num_layers} layers, and {sides} there"
             )
     for (layer, module), vectors in content.outputs.items():
         sides = shape.sides(layer, module)

@@ -49,7 +49,7 @@ def test_every_initialisation_of_the_installed_peft_has_been_looked_at() -> None
 
 @pytest.mark.parametrize("peft_type", [kind.value for kind in PeftType if kind.value not in KINDS])
 def test_other_kinds_of_adapters_are_refused(peft_type: str) -> None:
-    with pytest.raises(AdapterInvalid, match=f"peft_type is '{peft_type}': LORA, IA3 are accepted"):
+    with pytest.raises(AdapterInvalid, match=f"peft_type is '{peft_type}': LORA, IA3, VERA, LOHA, LOKR are accepted"):
         parse_config(config_bytes(peft_type=peft_type))
 
 
