@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from .adapter import AdapterVersion
+from .adapter import AdapterVersion, BaseTensor
 from .errors import AdapterInvalid, NoSuchName, UploadTooLarge, UploadUnchecked
 from .format.combination import Combination
 from .format.peft import CONFIG_FILE, TENSORS_FILE
@@ -47,10 +48,12 @@ _log = logging.getLogger(__name__)
 class UploadProcesses:
     """At most `max_processes` uploads at once. Belongs to one event loop."""
 
-    def __init__(self, max_processes: int, store: Path, layouts: Sequence[AdapterLayout]) -> None:
-        """`layouts`: for which adapters are packed."""
+    def __init__(
+        self, max_processes: int, store: Path, layouts: Sequence[AdapterLayout], base: Mapping[str, BaseTensor]
+    ) -> None:
+        """`layouts`: for which adapters are packed. `base`: see `BaseWeights`."""
         self._processes = ChildProcesses(_MODULE, max_processes, _DEADLINE_S)
-        self._store, self._layouts = store, tuple(layouts)
+        self._store, self._layouts, self._base = store, tuple(layouts), dict(base)
 
     @asynccontextmanager
     async def checked(
@@ -69,6 +72,7 @@ class UploadProcesses:
             layouts=self._layouts,
             max_packed_bytes=max_packed_bytes,
             cpu_s=cpu_s,
+            base=self._base,
         )
         async with self._processes.process() as process:
             kind, source = (CHECK, config) if isinstance(config, bytes) else (COMBINE, msgspec.msgpack.encode(config))
@@ -163,7 +167,9 @@ class UploadService:
         layouts: Sequence[AdapterLayout],
         limits: UploadLimits,
         reserved: Collection[str] = (),
+        base: Mapping[str, BaseTensor] = MappingProxyType({}),
     ) -> None:
+        """`base`: see `BaseWeights`; without it adapters whose products depend on the base's weights are refused."""
         if not layouts or any(layout.shape != layouts[0].shape for layout in layouts):
             raise ValueError(f"{len(layouts)} layouts: at least one is needed, and all must be of one base")
         self.limits = limits
@@ -173,7 +179,7 @@ class UploadService:
         self._layouts = tuple(layouts)
         self._reserved = frozenset(reserved)
         self._places = TenantPlaces(self.limits.max_concurrent)
-        self._processes = UploadProcesses(self.limits.max_concurrent, store.root, layouts)
+        self._processes = UploadProcesses(self.limits.max_concurrent, store.root, layouts, base)
 
     async def upload(
         self,

@@ -18,7 +18,9 @@ from typing import IO, Final, Literal
 import msgspec
 from msgspec import structs
 
+from .adapter import BaseTensor
 from .errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable, UploadTooLarge
+from .format.base_weights import BaseWeights
 from .format.combination import Combination, combine
 from .format.content import AdapterContent
 from .format.peft import named_base
@@ -29,6 +31,7 @@ from .processes.child_processes import (
     NOT_LAST,
     bound_cpu,
     bound_memory,
+    extend_cpu,
     read_frames,
     resident_bytes,
     write_frames,
@@ -39,6 +42,8 @@ from .store.store import AdapterStore
 NICENESS: Final = 10  # uploads yield to all other work, large bodies included
 MOST_BYTES: Final = 768 << 20  # of memory, beside the upload's own file, which is mapped
 MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
+
+CPU_S_PER_BASE_GIB: Final = 15.0  # of the base's weights that an adapter depends on
 
 CHECK: Final = b"check"  # the first frame of a question; then follow a `Check` and the config
 COMBINE: Final = b"combine"  # stored adapters: then follow a `Check`, without a file, and a `Combination`
@@ -52,6 +57,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     layouts: tuple[AdapterLayout, ...]  # of one base
     max_packed_bytes: int
     cpu_s: float  # that the check and what follows may take
+    base: dict[str, BaseTensor]  # see `BaseWeights`
 
 
 class UploadFacts(msgspec.Struct, frozen=True, tag=True):
@@ -117,8 +123,9 @@ class Workbench:
     def _check(self, check: Check, config: bytes) -> UploadFacts:
         self._upload = None
         bound_cpu(check.cpu_s)
-
-        content = validate(config, Path(check.tensors), check.layouts[0].shape, partial(_check_ranks, check))
+        # What of the base has to be read is as large as the base, whatever the upload.
+        base = BaseWeights(check.base, lambda num_bytes: extend_cpu(CPU_S_PER_BASE_GIB * num_bytes / (1 << 30)))
+        content = validate(config, Path(check.tensors), check.layouts[0].shape, partial(_check_ranks, check), base)
         facts = structs.replace(
             _facts_of(content),
             base=named_base(config),

@@ -18,6 +18,7 @@ import numpy as np
 from ..adapter import MAX_RANK
 from ..errors import AdapterInvalid
 from .content import AdapterContent, LoraMatrices
+from .products import ProductMatrices
 from .tensor_file import Tensor, is_finite
 
 CombinationType = Literal["cat", "svd", "linear", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
@@ -67,9 +68,11 @@ def combine(contents: Sequence[AdapterContent], combination: Combination) -> Ada
     """
     if len({content.invocation_token_ids for content in contents}) > 1:
         raise AdapterInvalid("activated LoRAs can be combined only with those of the same invocation tokens")
+    if any(content.outputs for content in contents):
+        raise AdapterInvalid("DoRA, IA3 and trained biases do more than add to a linear, and cannot be combined")
     start = hashlib.sha256(msgspec.json.encode(combination.parts)).digest()
     generator = np.random.Generator(np.random.PCG64(int.from_bytes(start, "little")))
-    max_rank = max(lora.a.shape[0] for content in contents for lora in content.matrices.values())
+    max_rank = max(lora.rank for content in contents for lora in content.matrices.values())
     matrices: dict[tuple[int, str], LoraMatrices] = {}
     for layer, module in sorted({key for content in contents for key in content.matrices}):
         loras = [
@@ -87,7 +90,7 @@ def combine(contents: Sequence[AdapterContent], combination: Combination) -> Ada
     return AdapterContent(matrices, num_experts, invocation_token_ids=contents[0].invocation_token_ids)
 
 
-_Loras = Sequence[tuple[LoraMatrices, float]]  # with the weight of each, its scaling included
+_Loras = Sequence[tuple[LoraMatrices | ProductMatrices, float]]  # with the weight of each, its scaling included
 
 
 def _combined(
@@ -129,9 +132,10 @@ def _truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def _merged(loras: _Loras, combination: Combination, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
     """A and B by themselves, each with the root of the weight. Raises ValueError for ranks that differ."""
-    ranks = sorted({lora.a.shape[0] for lora, _ in loras})
+    ranks, kind = sorted({lora.rank for lora, _ in loras}), combination.combination_type
+    if any(isinstance(lora, ProductMatrices) for lora, _ in loras):
+        raise ValueError(f"{kind} combines A and B of LoRA, and VeRA, LoHa and LoKr have others: use cat or svd")
     if len(ranks) > 1:
-        kind = combination.combination_type
         raise ValueError(
             f"{kind} needs adapters of one rank, and they have {', '.join(map(str, ranks))}: use cat or svd"
         )
