@@ -15,10 +15,9 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from ..adapter import MAX_RANK
 from ..errors import AdapterInvalid
 from .content import AdapterContent, LoraMatrices
-from .products import ProductMatrices
+from .products import MAX_PRODUCT_RANK, ProductMatrices
 from .tensor_file import Tensor, is_finite
 
 CombinationType = Literal["cat", "svd", "linear", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
@@ -55,8 +54,8 @@ def combination_problem(combination: Combination) -> str | None:
         return f"{kind} needs a density above 0, and at most 1: the share of the numbers that it keeps"
     if kind not in _PRUNING and density is not None:
         return f"{kind} prunes nothing: density is for {', '.join(_PRUNING)}"
-    if rank is not None and (kind != "svd" or not 1 <= rank <= MAX_RANK):
-        return f"svd_rank is for combination_type svd, from 1 to {MAX_RANK}"
+    if rank is not None and (kind != "svd" or not 1 <= rank <= MAX_PRODUCT_RANK):
+        return f"svd_rank is for combination_type svd, from 1 to {MAX_PRODUCT_RANK}"
     return None
 
 
@@ -102,9 +101,9 @@ def _combined(
     a, b = _concatenated(loras)
     if combination.combination_type == "svd":
         return _truncated(a, b, combination.svd_rank or max_rank)
-    if len(a) > MAX_RANK:
+    if len(a) > MAX_PRODUCT_RANK:
         raise ValueError(
-            f"the ranks are {len(a)} together, and at most {MAX_RANK} are served: use svd with a svd_rank, or linear"
+            f"the ranks are {len(a)} together, and at most {MAX_PRODUCT_RANK} are served: use svd with a svd_rank, or linear"
         )
     return _finite(a, b)
 

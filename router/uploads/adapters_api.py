@@ -67,6 +67,16 @@ def tokenizer_warnings(tokenizer: OwnTokenizer, text: TextService) -> tuple[str,
     return (_OTHER_TEMPLATE,) if differs else ()
 
 
+def invocation_warnings(token_ids: Sequence[int], text: TextService) -> tuple[str, ...]:
+    """Of an activated LoRA that no text invokes."""
+    if not (missing := [str(token_id) for token_id in token_ids if not text.token_str(token_id)]):
+        return ()
+    return (
+        f"alora_invocation_tokens has {listed(missing)}, which are not tokens of the base's tokenizer: no text invokes "
+        "the adapter, and the base answers. Train it with an invocation as this tokenizer encodes it",
+    )
+
+
 MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, running ones included: each holds a connection
 _name: Final = attrgetter("name")
 _FLOAT32_GROWTH: Final = 2  # of tensors that were uploaded in 16 bits
@@ -291,6 +301,7 @@ class AdaptersApi:
                 problems.extend([f"left out: {upload.left_out}"] if upload.left_out else [])
                 problems.extend([upload.unknown_field] if upload.unknown_field else [])
                 problems.extend(upload.warnings)
+                problems.extend(invocation_warnings(upload.invocation_token_ids, self._text))
 
             try:
                 adapter, created = await self._uploads.upload(

@@ -139,9 +139,9 @@ def test_what_cannot_be_combined_is_refused_by_its_module(folder: Path) -> None:
     ):
         combine([first, third], combination_of([1.0, 1.0], combination_type="linear"))
     many = AdapterContent(
-        {(0, "q_proj"): LoraMatrices(np.ones((200, 4), np.float32), np.ones((4, 200), np.float32), 1.0)}
+        {(0, "q_proj"): LoraMatrices(np.ones((600, 4), np.float32), np.ones((4, 600), np.float32), 1.0)}
     )
-    with pytest.raises(AdapterInvalid, match=r"the ranks are 400 together, and at most 256 are served: use svd"):
+    with pytest.raises(AdapterInvalid, match=r"the ranks are 1200 together, and at most 1024 are served: use svd"):
         combine([many, many], combination_of([1.0, 1.0]))
     assert len(combine([many, many], combination_of([1.0, 1.0], combination_type="svd")).matrices[0, "q_proj"].a) <= 4
     for kind in ("cat", "svd"):
@@ -163,8 +163,8 @@ def test_what_cannot_be_combined_is_refused_by_its_module(folder: Path) -> None:
         ([1.0], {"combination_type": "ties"}, "ties needs a density above 0"),
         ([1.0], {"combination_type": "dare_linear", "density": 1.5}, "dare_linear needs a density"),
         ([1.0], {"density": 0.5}, "cat prunes nothing"),
-        ([1.0], {"svd_rank": 4}, "svd_rank is for combination_type svd, from 1 to 256"),
-        ([1.0], {"combination_type": "svd", "svd_rank": 300}, "from 1 to 256"),
+        ([1.0], {"svd_rank": 4}, "svd_rank is for combination_type svd, from 1 to 1024"),
+        ([1.0], {"combination_type": "svd", "svd_rank": 3000}, "from 1 to 1024"),
         ([1.0, -2.0], {"combination_type": "svd", "svd_rank": 3}, None),
     ],
 )
