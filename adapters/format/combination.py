@@ -102,9 +102,8 @@ def _combined(
     if combination.combination_type == "svd":
         return _truncated(a, b, combination.svd_rank or max_rank)
     if len(a) > MAX_PRODUCT_RANK:
-        raise ValueError(
-            f"the ranks are {len(a)} together, and at most {MAX_PRODUCT_RANK} are served: use svd with a svd_rank, or linear"
-        )
+        problem = f"the ranks are {len(a)} together, and at most {MAX_PRODUCT_RANK} are served"
+        raise ValueError(f"{problem}: use svd with a svd_rank, or linear")
     return _finite(a, b)
 
 

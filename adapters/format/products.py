@@ -178,11 +178,11 @@ def _pairs(first: Tensor, second: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def _hadamard(first: Tensor, second: Tensor, rows: slice) -> Tensor:
-    left, right = _pairs(first, second, rows)
-    return left * right
+    a, b = _pairs(first, second, rows)
+    return a * b
 
 
 def _kronecker(first: Tensor, second: Tensor, rows: slice) -> Tensor:
-    left, right = _pairs(first, second, rows)
-    products: Tensor = left[:, :, None] * right[:, None, :]
-    return products.reshape(len(left), left.shape[1] * right.shape[1])
+    a, b = _pairs(first, second, rows)
+    products: Tensor = a[:, :, None] * b[:, None, :]
+    return products.reshape(len(a), a.shape[1] * b.shape[1])
