@@ -114,7 +114,9 @@ class CombinationBody(msgspec.Struct, frozen=True, kw_only=True):
     svd_rank: Annotated[int | None, Meta(description="Of `svd`; else the largest of the parts' ranks.")] = None
     note: Annotated[str, Meta(max_length=MAX_NOTE_CHARS)] = ""
     activate: bool = True
-    private: Annotated[bool, Meta(description="It is the user's alone, not the whole tenant's.")] = False
+    private: Annotated[
+        bool | None, Meta(description="It is the user's alone; by default it is where one of the adapters is.")
+    ] = None
 
 
 class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +177,7 @@ class AdaptersApi:
 
     @route(
         "POST",
-        "/v1/adapters/combine",
+        "/v1/adapter_combinations",
         scope="upload",
         summary="Make an adapter of several, with weights.",
         answers={200: Adapter, 201: Adapter},
@@ -201,6 +203,8 @@ class AdaptersApi:
         if problem := combination_problem(combination):
             raise invalid_value("adapters", f"{problem}.")
 
+        is_private = any(owner_of(part.name) for part in parts) if body.private is None else body.private
+
         async def receive(tensors_path: Path, room: UploadRoom) -> UploadForm:
             room.grow(_FLOAT32_GROWTH * combination.num_bytes)
             return UploadForm(
@@ -208,7 +212,7 @@ class AdaptersApi:
                 combination,
                 note=body.note,
                 activate=body.activate,
-                is_private=body.private,
+                is_private=is_private,
                 response_template=templates.pop(),
             )
 

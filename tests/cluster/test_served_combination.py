@@ -26,7 +26,7 @@ NUM_TOKENS = 8
 
 async def _combine(served: ServedFolder, **body: Any) -> httpx.Response:
     parts = [{"adapter": name, "weight": weight} for name, weight in zip(PARTS, WEIGHTS, strict=True)]
-    return await served.http.post("/v1/adapters/combine", json={"name": "mix", "adapters": parts, **body})
+    return await served.http.post("/v1/adapter_combinations", json={"name": "mix", "adapters": parts, **body})
 
 
 async def test_it_answers_as_pefts_combination(tmp_path: Path, redis_client: Redis) -> None:
@@ -91,7 +91,7 @@ async def test_what_is_not_there_or_cannot_be_is_said(tmp_path: Path, redis_clie
         assert (await error([{"adapter": "rank8"}] * 9))[0] == 400
         others = {"name": "mine", "adapters": [{"adapter": "rank8"}]}
         answer = await served.http.post(
-            "/v1/adapters/combine", json=others, headers={"Authorization": "Bearer key-of-zenith"}
+            "/v1/adapter_combinations", json=others, headers={"Authorization": "Bearer key-of-zenith"}
         )
         assert answer.status_code == 404
         listed = (await served.http.get("/v1/adapters")).json()["data"]
