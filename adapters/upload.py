@@ -239,6 +239,7 @@ class UploadService:
                 bounds=bounds,
             )
         self._view.apply(AdapterSet(current))
+        await self._view.spread()
         return adapter, created
 
     async def state(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> NameState:
@@ -273,6 +274,7 @@ class UploadService:
         entry = entry and structs.replace(entry, target=name)
         state = await self._registry.names.change(tenant, name, change, entry, admission, most_pinned_bytes)
         self._view.apply(AdapterSet(state.current))
+        await self._view.spread()
         return state
 
     async def delete(
@@ -297,6 +299,7 @@ class UploadService:
         if deleted is None:
             return None
         self._view.apply(deleted)
+        await self._view.spread()
         return name
 
     async def list_page(

@@ -125,7 +125,7 @@ class PauseApi:
 
     @route("POST", "/resume", scope="upload", summary="End your tenant's pause.", errors=_ERRORS)
     async def resume(self, request: Request, identity: Identity) -> PauseAnswer:
-        """Each router that has heard of the pause lets requests go on when it has heard of all uploads until now."""
+        """They go on with the newest versions."""
         await self._set(identity, 0.0)
         return PauseAnswer("resumed")
 
@@ -141,6 +141,7 @@ class PauseApi:
             raise ApiError(403, message, code="missing_scope")
         await self._tenants.pause(identity.name, until, identity.admission)
         await self._view.catch_up()
+        await self._view.spread()
 
 
 # The facts, and what is not there.

@@ -161,6 +161,7 @@ class RouterReplica:
         self._registry = Registry(redis)
         await self._start_launch_keeper(parts, redis, secrets, secrets_path)
         view = self._view = RegistryView(self._registry)
+        view.num_routers = lambda: len(self._routers)
         await self._replica_start.until("Redis", view.start)
         parts.push_async_callback(view.stop)
         token = await self._replica_start.until("Redis", partial(shared_token, secrets))

@@ -18,6 +18,7 @@ from motet.adapters.registry.tenants.records import Admission
 from motet.cluster.edge import edge_config
 from motet.router import training_api
 from motet.router.fleet import dispatch
+from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
 from motet.router.fleet.open_sequence import OpenSequence
 from motet.router.http.auth import BROWSERS_HEADERS
@@ -52,10 +53,12 @@ class Gangs:
     def num_running(self) -> int:
         return sum(engine.num_running for engine in self.engines)
 
-    def submit(self, first: int, max_tokens: int | None, tenant: str = "acme", **given: Any) -> OpenSequence:
+    def submit(
+        self, first: int, max_tokens: int | None, tenant: str = "acme", limit: TimeLimit | None = None, **given: Any
+    ) -> OpenSequence:
         sampling = SamplingParams(max_tokens=max_tokens, num_logprobs=0)
         request = SequenceRequest(prompt_token_ids=[1, first], sampling=sampling, tenant=tenant, **given)
-        return self.dispatcher.submit(request)
+        return self.dispatcher.submit(request, limit=limit)
 
 
 @pytest.fixture
@@ -115,15 +118,18 @@ async def test_held_sequences_can_be_cancelled_and_time_out_and_are_bounded(
     gangs: Gangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "MAX_AWAITING", 4)
+    for engine in gangs.engines:
+        engine.paused = True
     taken = [gangs.submit(10, None) for _ in range(3)]
-    for sequence in taken:
-        await anext(sequence)
+    await eventually(lambda: gangs.num_running == 3)
     gangs.dispatcher.hold("acme")
     assert len(gangs.dispatcher._awaiting_resume) == 3  # what a gang has taken is not refused
     refused = await rest_of(gangs.submit(10, None))
     assert refused[2].error is not None and refused[2].error.reason == "tenant_full"
     gangs.dispatcher.hold("zoo")
     others = [gangs.submit(10, None, "zoo")]
+    late = await rest_of(gangs.submit(10, None, "zoo", limit=TimeLimit(timeout_s=0.01)))
+    assert late[2].error is not None and late[2].error.kind == "timeout"
     for sequence in (*taken, *others):
         sequence.cancel()
     assert len(gangs.dispatcher._awaiting_resume) == 0 and not gangs.dispatcher._awaiting_resume._uses
