@@ -1,4 +1,4 @@
-"""Scales and shifts of linears' outputs by each row's own adapter, in plain torch for any device.
+"""Scales and shifts of linears' outputs by each row's own adapter: the contract, and its plain twin for any device.
 
 y becomes y * (1 + gain) + shift, computed in float32. An adapter's gain and shift `[2, out]` of a module lie in its
 pages, as `adapters/packing/layout.py` describes: zeros leave the outputs as they are. DoRA (arXiv 2402.09353), IA3
@@ -9,10 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from .lora import LoraGeometry, LoraSegment
+
+OutputBatch = Any  # what `prepare` computes once for all layers of a batch; opaque to the caller
+
+
+class OutputKernels(Protocol):
+    def prepare(
+        self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
+    ) -> OutputBatch | None:
+        """The batch for `apply`; None: no row's adapter has such vectors. `segments`: as for `LoraKernels.prepare`."""
+
+    def apply(
+        self, y: torch.Tensor, pool: torch.Tensor, layer: int, batch: OutputBatch, modules: tuple[int, ...]
+    ) -> None:
+        """Scales and shifts y `[num_rows, sum of out]` in place. `modules` lie side by side in it."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +41,30 @@ class _ModuleVectors:
 
 
 @dataclass(frozen=True)
-class OutputBatch:
+class _Vectors:
     """The vectors of a batch's adapters, by module index."""
 
     geometry: LoraGeometry
     modules: Mapping[int, _ModuleVectors]
 
-    @staticmethod
-    def make(segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> OutputBatch | None:
-        """None: no row's adapter has such vectors."""
+
+class PlainOutputs:
+    """`OutputKernels` in plain torch, for any device."""
+
+    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> _Vectors | None:
         having = [segment for segment in segments if segment.adapter.outputs]
-        if not having:
-            return None
         modules = {}
         for module in range(len(geometry.sides)):
             some = [segment for segment in having if segment.adapter.outputs[module] is not None]
             if some:
                 modules[module] = _module_vectors(some, module, geometry, device)
-        return OutputBatch(geometry, modules)
+        return _Vectors(geometry, modules) if having else None
 
-    def apply(self, y: torch.Tensor, pool: torch.Tensor, layer: int, modules: Sequence[int]) -> None:
-        """Scales and shifts y `[num_rows, sum of out]` in place. `modules` lie side by side in it."""
-        column, geometry = 0, self.geometry
+    def apply(self, y: torch.Tensor, pool: torch.Tensor, layer: int, batch: _Vectors, modules: tuple[int, ...]) -> None:
+        column, geometry = 0, batch.geometry
         for module in modules:
             width = geometry.sides[module][1]
-            vectors, columns = self.modules.get(module), slice(column, column + width)
+            vectors, columns = batch.modules.get(module), slice(column, column + width)
             column += width
             if vectors is None:
                 continue
