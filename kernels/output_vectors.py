@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from .lora import LoraGeometry, LoraSegment
+from .staging import staged
 
 OutputBatch = Any  # what `prepare` computes once for all layers of a batch; opaque to the caller
 
@@ -34,8 +35,8 @@ class OutputKernels(Protocol):
 class _ModuleVectors:
     """The adapters of a batch that have vectors of one module."""
 
-    runs: torch.Tensor  # [num_adapters * runs], where runs of `tile` elements of their vectors begin in layer 0
     ranges: tuple[tuple[int, int, int], ...]  # start and stop of rows, and their adapter, where a segment has several
+    runs: torch.Tensor  # [num_adapters * runs], where runs of `tile` elements of their vectors begin in layer 0
     rows: torch.Tensor  # of segments of one row, int64
     adapters: torch.Tensor  # of these rows, int64
 
@@ -53,12 +54,16 @@ class PlainOutputs:
 
     def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> _Vectors | None:
         having = [segment for segment in segments if segment.adapter.outputs]
-        modules = {}
-        for module in range(len(geometry.sides)):
-            some = [segment for segment in having if segment.adapter.outputs[module] is not None]
-            if some:
-                modules[module] = _module_vectors(some, module, geometry, device)
-        return _Vectors(geometry, modules) if having else None
+        if not having:
+            return None
+        tables = {module: _tables(having, module, geometry) for module in range(len(geometry.sides))}
+        numbers = [torch.tensor(part, dtype=torch.int64) for table in tables.values() for part in table[1:]]
+        moved = iter(staged(device, *numbers))
+        vectors = {
+            module: _ModuleVectors(ranges, next(moved), next(moved), next(moved))
+            for module, (ranges, *_) in tables.items()
+        }
+        return _Vectors(geometry, {module: each for module, each in vectors.items() if len(each.runs)})
 
     def apply(self, y: torch.Tensor, pool: torch.Tensor, layer: int, batch: _Vectors, modules: tuple[int, ...]) -> None:
         column, geometry = 0, batch.geometry
@@ -84,20 +89,20 @@ def _scaled(y: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor) -> torch.T
     return torch.addcmul(wide, wide, gain).add_(shift)
 
 
-def _module_vectors(
-    segments: Sequence[LoraSegment], module: int, geometry: LoraGeometry, device: torch.device
-) -> _ModuleVectors:
+def _tables(
+    segments: Sequence[LoraSegment], module: int, geometry: LoraGeometry
+) -> tuple[tuple[tuple[int, int, int], ...], list[int], list[int], list[int]]:
+    """The fields of `_ModuleVectors`."""
     runs, ranges, rows, adapters = list[int](), list[tuple[int, int, int]](), list[int](), list[int]()
-    for index, segment in enumerate(segments):
+    having = [segment for segment in segments if segment.adapter.outputs[module] is not None]
+    for index, segment in enumerate(having):
         runs += _runs(segment, module, geometry)
         if segment.end - segment.start > 1:
             ranges.append((segment.start, segment.end, index))
         else:
             rows.append(segment.start)
             adapters.append(index)
-    tables = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (runs, rows, adapters))
-    of_runs, of_rows, of_adapters = tables
-    return _ModuleVectors(of_runs, tuple(ranges), of_rows, of_adapters)
+    return tuple(ranges), runs, rows, adapters
 
 
 def _runs(segment: LoraSegment, module: int, geometry: LoraGeometry) -> Iterator[int]:
