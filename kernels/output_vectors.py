@@ -1,4 +1,4 @@
-"""Scales and shifts of linears' outputs by each row's own adapter, in plain torch for any device.
+"""Scales and shifts of linears' outputs by each row's own adapter: the contract, and its plain twin for any device.
 
 y becomes y * (1 + gain) + shift, computed in float32. An adapter's gain and shift `[2, out]` of a module lie in its
 pages, as `adapters/packing/layout.py` describes: zeros leave the outputs as they are. DoRA (arXiv 2402.09353), IA3
@@ -9,48 +9,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from .lora import LoraGeometry, LoraSegment
+from .staging import staged
+
+OutputBatch = Any  # what `prepare` computes once for all layers of a batch; opaque to the caller
+
+
+class OutputKernels(Protocol):
+    def prepare(
+        self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
+    ) -> OutputBatch | None:
+        """The batch for `apply`; None: no row's adapter has such vectors. `segments`: as for `LoraKernels.prepare`."""
+
+    def apply(
+        self, y: torch.Tensor, pool: torch.Tensor, layer: int, batch: OutputBatch, modules: tuple[int, ...]
+    ) -> None:
+        """Scales and shifts y `[num_rows, sum of out]` in place. `modules` lie side by side in it."""
 
 
 @dataclass(frozen=True)
 class _ModuleVectors:
     """The adapters of a batch that have vectors of one module."""
 
-    runs: torch.Tensor  # [num_adapters * runs], where runs of `tile` elements of their vectors begin in layer 0
     ranges: tuple[tuple[int, int, int], ...]  # start and stop of rows, and their adapter, where a segment has several
+    runs: torch.Tensor  # [num_adapters * runs], where runs of `tile` elements of their vectors begin in layer 0
     rows: torch.Tensor  # of segments of one row, int64
     adapters: torch.Tensor  # of these rows, int64
 
 
 @dataclass(frozen=True)
-class OutputBatch:
+class _Vectors:
     """The vectors of a batch's adapters, by module index."""
 
     geometry: LoraGeometry
     modules: Mapping[int, _ModuleVectors]
 
-    @staticmethod
-    def make(segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> OutputBatch | None:
-        """None: no row's adapter has such vectors."""
+
+class PlainOutputs:
+    """`OutputKernels` in plain torch, for any device."""
+
+    def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> _Vectors | None:
         having = [segment for segment in segments if segment.adapter.outputs]
         if not having:
             return None
-        modules = {}
-        for module in range(len(geometry.sides)):
-            some = [segment for segment in having if segment.adapter.outputs[module] is not None]
-            if some:
-                modules[module] = _module_vectors(some, module, geometry, device)
-        return OutputBatch(geometry, modules)
+        tables = {module: _tables(having, module, geometry) for module in range(len(geometry.sides))}
+        numbers = [torch.tensor(part, dtype=torch.int64) for table in tables.values() for part in table[1:]]
+        moved = iter(staged(device, *numbers))
+        vectors = {
+            module: _ModuleVectors(ranges, next(moved), next(moved), next(moved))
+            for module, (ranges, *_) in tables.items()
+        }
+        return _Vectors(geometry, {module: each for module, each in vectors.items() if len(each.runs)})
 
-    def apply(self, y: torch.Tensor, pool: torch.Tensor, layer: int, modules: Sequence[int]) -> None:
-        """Scales and shifts y `[num_rows, sum of out]` in place. `modules` lie side by side in it."""
-        column, geometry = 0, self.geometry
+    def apply(self, y: torch.Tensor, pool: torch.Tensor, layer: int, batch: _Vectors, modules: tuple[int, ...]) -> None:
+        column, geometry = 0, batch.geometry
         for module in modules:
             width = geometry.sides[module][1]
-            vectors, columns = self.modules.get(module), slice(column, column + width)
+            vectors, columns = batch.modules.get(module), slice(column, column + width)
             column += width
             if vectors is None:
                 continue
@@ -70,20 +89,20 @@ def _scaled(y: torch.Tensor, gain: torch.Tensor, shift: torch.Tensor) -> torch.T
     return torch.addcmul(wide, wide, gain).add_(shift)
 
 
-def _module_vectors(
-    segments: Sequence[LoraSegment], module: int, geometry: LoraGeometry, device: torch.device
-) -> _ModuleVectors:
+def _tables(
+    segments: Sequence[LoraSegment], module: int, geometry: LoraGeometry
+) -> tuple[tuple[tuple[int, int, int], ...], list[int], list[int], list[int]]:
+    """The fields of `_ModuleVectors`."""
     runs, ranges, rows, adapters = list[int](), list[tuple[int, int, int]](), list[int](), list[int]()
-    for index, segment in enumerate(segments):
+    having = [segment for segment in segments if segment.adapter.outputs[module] is not None]
+    for index, segment in enumerate(having):
         runs += _runs(segment, module, geometry)
         if segment.end - segment.start > 1:
             ranges.append((segment.start, segment.end, index))
         else:
             rows.append(segment.start)
             adapters.append(index)
-    tables = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (runs, rows, adapters))
-    of_runs, of_rows, of_adapters = tables
-    return _ModuleVectors(of_runs, tuple(ranges), of_rows, of_adapters)
+    return tuple(ranges), runs, rows, adapters
 
 
 def _runs(segment: LoraSegment, module: int, geometry: LoraGeometry) -> Iterator[int]:

@@ -54,8 +54,7 @@ def check_vectors(
     kinds |= {"lora_bias"} if config.lora_bias else set()
     expected = {(layer, module, kind) for layer, module in targets for kind in kinds}
     for layer, module, kind in sorted(expected | names.keys()):
-        parts = shape.fused.get(module, (module,))
-        if layer == OUTER or not _WITHOUT_OUTPUTS.isdisjoint(map(family_of_module, parts)):
+        if not has_outputs(shape, layer, module):
             raise AdapterInvalid(
                 f"{_FEATURES[kind]} of {shape.path(module)} is not supported: train it on linears of attention and of "
                 "dense MLPs alone"
@@ -84,6 +83,12 @@ def check_vectors(
                 f"{name} scales inputs of {shape.path(module)}: of feedforward_modules down projections of gated MLPs "
                 "alone are supported"
             )
+
+
+def has_outputs(shape: BaseShape, layer: int, module: str) -> bool:
+    """Whether adapters may scale and shift outputs of this module, as PEFT finds it."""
+    parts = shape.fused.get(module, (module,))
+    return layer != OUTER and _WITHOUT_OUTPUTS.isdisjoint(map(family_of_module, parts))
 
 
 def scaled_modules(shapes: Mapping[VectorKey, tuple[int, ...]], shape: BaseShape) -> set[tuple[int, str]]:
@@ -127,7 +132,10 @@ def outputs_of(
                 "are too large, or a row of its weights is zero"
             )
         if shift.any() and part in shape.output_scales:
-            raise AdapterInvalid(f"{part} has a bias, which is not supported on this base: it multiplies outputs")
+            raise AdapterInvalid(
+                f"{part} of layer {layer} has a bias, and this base multiplies its outputs: there DoRA, lora_bias and "
+                "trained biases are supported for linears without a bias alone"
+            )
         outputs[layer, part] = OutputVectors(gain, shift)
     return outputs
 

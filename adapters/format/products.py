@@ -178,11 +178,11 @@ def _pairs(first: Tensor, second: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
 
 
 def _hadamard(first: Tensor, second: Tensor, rows: slice) -> Tensor:
-    a, b = _pairs(first, second, rows)
-    return a * b
+    first_rows, second_rows = _pairs(first, second, rows)
+    return first_rows * second_rows
 
 
 def _kronecker(first: Tensor, second: Tensor, rows: slice) -> Tensor:
-    a, b = _pairs(first, second, rows)
-    products: Tensor = a[:, :, None] * b[:, None, :]
-    return products.reshape(len(a), a.shape[1] * b.shape[1])
+    first_rows, second_rows = _pairs(first, second, rows)
+    products: Tensor = first_rows[:, :, None] * second_rows[:, None, :]
+    return products.reshape(len(first_rows), first_rows.shape[1] * second_rows.shape[1])

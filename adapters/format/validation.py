@@ -293,8 +293,8 @@ def validate(
     is_lora = parsed.kind == LORA
     matched = {*vectors.values(), *(name for each in factors.values() for name in each.values())}
     matched.update(filter(parse_fused_name, of_text))
-    unmatched_names = [name for name in of_text if name not in matched]
-    names = _match_names(unmatched_names, targets if is_lora else {}, shape, prefix)
+    matrix_names = [name for name in of_text if name not in matched]
+    names = _match_names(matrix_names, targets if is_lora else {}, shape, prefix)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape, parsed.num_blocks)
     for key, name in fused_names.items():

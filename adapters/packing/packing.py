@@ -113,8 +113,6 @@ def _fill_outputs(array: Tensor, start: int, vectors: OutputVectors, placed: _Pl
     assert placed.at.outputs is not None, "the layout has room for what the adapter has"
     outputs = slice(*placed.part.outputs[0]) if placed.outputs is None else placed.outputs
     gain, shift = vectors.gain[outputs], vectors.shift[outputs]
-    if placed.scales is not None:
-        shift = shift * placed.scales
     with np.errstate(over="ignore"):
         rows = np.stack([gain, shift if placed.shifts else np.zeros_like(shift)]).astype(array.dtype)
     _copy_within(array, placed.at.outputs - start, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,15 @@ def test_dora_needs_a_base_whose_weights_are_numbers(tmp_path: Path) -> None:
     other = BaseTensor(base[name].path, "F32", (16, 8), base[name].start)
     with pytest.raises(AdapterInvalid, match=r"has shape \[16, 8\], expected \[16, 16\]"):
         content_of(dora_files(), tmp_path, base | {name: other})
+
+
+def test_a_bias_is_refused_where_the_base_multiplies_outputs(tmp_path: Path) -> None:
+    shape, files = replace(SHAPE, output_scales={"q_proj": ((16, 0.5),)}), dora_files()
+    base = base_of(tmp_path / "base")
+    with pytest.raises(AdapterInvalid, match="q_proj of layer 0 has a bias, and this base multiplies its outputs"):
+        validate(files.config_bytes, files.write(tmp_path), shape, base=BaseWeights(base))
+    without = {name: tensor for name, tensor in base.items() if not name.endswith(".bias")}
+    assert validate(files.config_bytes, files.write(tmp_path), shape, base=BaseWeights(without)).outputs
 
 
 async def test_an_upload_reads_the_base_and_may_take_longer_for_it(redis_client: Redis, tmp_path: Path) -> None:

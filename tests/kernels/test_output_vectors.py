@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from motet.adapters.adapter import MODULES, OUTPUTS
 from motet.kernels.lora import ABSENT, LoraSegment, PagedAdapter
-from motet.kernels.output_vectors import OutputBatch
+from motet.kernels.output_vectors import PlainOutputs
 from motet.tests.kernels.test_lora import GEOMETRY, GROUPS, LAYOUT, NUM_PAGES, SHAPE
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2e-2}  # one rounding of the result
@@ -45,12 +45,12 @@ def test_rows_get_their_own_adapters_vectors(
                 (row, module): (starts, array) for row in range(start, start + num_rows) for module in modules
             }
         start += num_rows
-    prepared = OutputBatch.make(segments, GEOMETRY, pool.device)
+    prepared = PlainOutputs().prepare(segments, GEOMETRY, pool.device)
     if not segments:
         assert prepared is None
         return
     rows = [replace(each, start=row, end=row + 1) for each in segments for row in range(each.start, each.end)]
-    apart = OutputBatch.make(rows, GEOMETRY, pool.device)
+    apart = PlainOutputs().prepare(rows, GEOMETRY, pool.device)
     assert prepared is not None and apart is not None
     for layer in range(SHAPE.num_layers):
         for group in GROUPS:
@@ -69,12 +69,12 @@ def test_rows_get_their_own_adapters_vectors(
                         expected[row, column : column + width] += shift
                 column += width
             by_row = y.clone()
-            prepared.apply(y, pool, layer, group)
+            PlainOutputs().apply(y, pool, layer, prepared, group)
             torch.testing.assert_close(y.float(), expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-            apart.apply(by_row, pool, layer, group)
+            PlainOutputs().apply(by_row, pool, layer, apart, group)
             assert torch.equal(y, by_row), "a row's result is the same in any batch, to the last bit"
 
 
 def test_adapters_without_vectors_need_no_batch() -> None:
     segment = LoraSegment(0, 3, PagedAdapter((1, 2), (ABSENT,) * 7))
-    assert OutputBatch.make([segment], GEOMETRY, torch.device("cpu")) is None
+    assert PlainOutputs().prepare([segment], GEOMETRY, torch.device("cpu")) is None

@@ -19,14 +19,18 @@ import torch
 from peft import IA3Config, LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from motet.adapters.adapter import OUTPUTS
+from motet.adapters.adapter import OUTER, OUTPUTS
 from motet.adapters.errors import AdapterCorrupt
+from motet.adapters.format.output_vectors import has_outputs
+from motet.adapters.format.targets import module_keys
 from motet.adapters.packing.packing import pack
 from motet.adapters.store.store import AdapterStore
 from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
 from motet.tests.rigs.gang_rig import gang
-from motet.tests.rigs.oracle import VOCAB_SIZE, write_model
+from motet.tests.rigs.oracle import VARIANTS, VOCAB_SIZE, WRAPPED, write_model
 from motet.workers.execution.executor import LocalExecutor
+from motet.workers.models.config import ModelConfig
+from motet.workers.models.stored_tensor import base_tensors
 from motet.workers.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
@@ -194,6 +198,17 @@ def test_what_is_packed_again_is_the_same(case: Case) -> None:
         with pytest.raises(AdapterCorrupt, match="checksum"):
             store.load_content(ref.digest)
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("family", [*VARIANTS, *WRAPPED])
+def test_the_linears_of_each_family_are_found_in_its_files(family: str, tmp_path: Path) -> None:
+    folder = write_model(family, tmp_path)
+    shape = ModelConfig.from_folder(folder).shape
+    stored = base_tensors(folder, shape)
+    for (layer, module), path in {key: name for name, key in module_keys(shape, "model.").items()}.items():
+        if layer != OUTER and has_outputs(shape, layer, module):
+            num_in, num_out = shape.sides(layer, module) or (0, 0)
+            assert stored[f"{path}.weight"].shape == (num_out, num_in)
 
 
 def _start_of_vector(file: bytes | bytearray) -> int:

@@ -354,9 +354,9 @@ class Runner:
         if isinstance(inputs, DeviceInputs) and not inputs.is_decode and self._mixed_graphs is not None:
             hidden = self._mixed_graphs.hidden_states(inputs, adapters)
         context = self._context(inputs.attention, adapters, inputs.states)
-        if hidden is None and self._step is not None and (adapters is None or adapters.outputs is None):
+        if hidden is None and self._step is not None:
             lora = (context.lora, context.expert_lora)
-            hidden = self._step.run(inputs.token_ids, inputs.attention, *lora, inputs.states)
+            hidden = self._step.run(inputs.token_ids, inputs.attention, *lora, inputs.states, context.outputs)
         elif hidden is None:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
         return self._finish(inputs, hidden, context)

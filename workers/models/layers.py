@@ -69,7 +69,7 @@ class LoraLinear:
         if context.lora is not None:
             context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
         if context.outputs is not None:
-            context.outputs.apply(y, context.pool, layer, self.modules)
+            context.kernels.outputs.apply(y, context.pool, layer, context.outputs, self.modules)
         return y
 
 

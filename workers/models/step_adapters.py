@@ -65,7 +65,7 @@ class AdapterTables:
         latent = None
         if self._absorbed is not None:
             latent = LatentLoraBatch.make(segments, self._geometry, self._absorbed, self._device)
-        outputs = OutputBatch.make(segments, self._geometry, self._device)
+        outputs = self._kernels.outputs.prepare(segments, self._geometry, self._device)
         return StepAdapters(lora, experts, has_narrow, latent, outputs)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
