@@ -52,6 +52,7 @@ from ...router.usage.usage_rows import read_prices
 from ...router.versions.canary_book import CanaryBook, CanaryJudge
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
+from ...workers.models.stored_tensor import base_tensors
 from ..application.application_config import live_values
 from ..application.model_source import check_model
 from ..application.registration import check_objectives_of, register_router
@@ -173,6 +174,7 @@ class RouterReplica:
             layouts=layouts,
             reserved=[config.serving.name],
             limits=UploadLimits(max_tensors_bytes=config.router.max_upload_bytes),
+            base=await asyncio.to_thread(base_tensors, config.model_path, model.shape),
         )
         router = config.router
         text = await asyncio.to_thread(

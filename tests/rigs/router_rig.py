@@ -310,6 +310,7 @@ class FakeRegistry:
     def __init__(self) -> None:
         # Of each upload.
         self.left_out = self.unknown_field = ""
+        self.invocation_token_ids: tuple[int, ...] = ()
         self.warnings: tuple[str, ...] = ()
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
         self.error: Exception | None = None
@@ -377,7 +378,9 @@ class FakeUploads:
         base = named_base(config)
         left_out, unknown_field = self._registry.left_out, self._registry.unknown_field
         warnings = self._registry.warnings
-        given["check"](SimpleNamespace(base=base, left_out=left_out, unknown_field=unknown_field, warnings=warnings))
+        facts = SimpleNamespace(base=base, left_out=left_out, unknown_field=unknown_field, warnings=warnings)
+        facts.invocation_token_ids = self._registry.invocation_token_ids
+        given["check"](facts)
         self._registry.uploaded.append((tenant, name, config, digest))
         held = self._registry.held(tenant, name)
         if held is not None and must_be_new:
