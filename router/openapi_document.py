@@ -178,8 +178,8 @@ _ABOUT: Final = (
     "form."
 )
 _BEARER: Final = (
-    "An API key of a tenant, which is also accepted in the header x-api-key. Each operation says which of the key's "
-    "scopes it needs; `operator` stands for the operators' own key."
+    "An API key of a tenant, which is also accepted in the header x-api-key and, but from browsers, as the password of "
+    "HTTP Basic. Each operation says which of the key's scopes it needs; `operator` stands for the operators' own key."
 )
 _REFUSED: Final = "Refused with any other value."
 Schema = dict[str, Any]

@@ -15,7 +15,7 @@ import pytest
 
 from motet.cluster.launch.local_serve import free_ports
 from motet.tests.rigs.imports import ROOT
-from motet.tests.rigs.running_motet import DEMO, KEYS, running_motet
+from motet.tests.rigs.running_motet import DEMO, KEYS, ONE_THREAD, running_motet
 
 TRL = ROOT / ".venv" / "trl"
 NUM_STEPS = 20
@@ -27,8 +27,9 @@ pytestmark = [
 
 def test_a_reward_rises_and_both_sides_have_the_same_log_probabilities(tmp_path: Path) -> None:
     (tmp_path / "acme").mkdir()
-    folders = ("--adapter-folders", f"{tmp_path}/{{tenant}}")
-    with running_motet(tmp_path / "data", free_ports(1)[0], "--gangs", "2", "--dtype", "float32", *folders) as motet:
+    several = ("--gangs", "2", "--routers", "2", *ONE_THREAD)
+    options = ("--dtype", "float32", "--adapter-folders", f"{tmp_path}/{{tenant}}", *several)
+    with running_motet(tmp_path / "data", free_ports(1)[0], *options) as motet:
         url = motet.url.replace("//", f"//:{KEYS['acme']}@")
         command = [
             TRL / "bin" / "python",
