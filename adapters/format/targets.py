@@ -255,6 +255,12 @@ def resolve_targets(
                 f"target_modules includes {other.removeprefix(prefix)}: LoRA of embeddings and of the output layer "
                 f"is not supported, {', '.join(shape.target_names)} are"
             )
+    layers = unmatched_layers(config, shape)
+    if layers and not targeted and not config.target_parameters:
+        raise AdapterInvalid(
+            f"layers_to_transform names layers {listed([*map(str, layers)])}: the base has layers 0 to "
+            f"{shape.num_layers - 1}"
+        )
     if not targeted and not config.target_parameters:
         names = config.target_modules
         raise AdapterInvalid(
@@ -278,6 +284,11 @@ def unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> list[str]:
     return sorted(names - _OF_SOME_BASE - names_found([*module_keys(shape, prefix), *_outer_modules(prefix)], names))
 
 
+def unmatched_layers(config: LoraConfig, shape: BaseShape) -> list[int]:
+    """Those in `layers_to_transform` that the base does not have. As in PEFT nothing is trained there."""
+    return [layer for layer in dict.fromkeys(config.layers_to_transform) if not 0 <= layer < shape.num_layers]
+
+
 def _outer_modules(prefix: str) -> tuple[str, str]:
     """What PEFT could target, and motet cannot."""
     return f"{prefix}embed_tokens", "lm_head"
@@ -293,11 +304,6 @@ def _list_that_was_meant(names: str | Sequence[str]) -> str:
 def _check_against_base(config: LoraConfig, shape: BaseShape) -> None:
     if not config.target_modules:
         raise AdapterInvalid(f"target_modules is missing: name some of {', '.join(shape.target_names)}")
-    for layer in config.layers_to_transform:
-        if not 0 <= layer < shape.num_layers:
-            raise AdapterInvalid(
-                f"layers_to_transform names layer {layer}: the base has layers 0 to {shape.num_layers - 1}"
-            )
     if isinstance(config.target_modules, str) and config.layers_to_transform:
         raise AdapterInvalid("layers_to_transform needs target_modules to be a list, as in PEFT")
 

@@ -46,7 +46,17 @@ from .peft import (
     unwrapped,
 )
 from .products import SHARED, ProductMatrices, check_product, expected_tensors
-from .targets import PatternTime, Target, by_pattern, module_keys, named_in, names_found, resolve_targets, unmatched
+from .targets import (
+    PatternTime,
+    Target,
+    by_pattern,
+    module_keys,
+    named_in,
+    names_found,
+    resolve_targets,
+    unmatched,
+    unmatched_layers,
+)
 from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
 
 # LoRA of a layer's experts as PEFT saves it with transformers 5, where all experts of a layer are one parameter.
@@ -133,9 +143,14 @@ def _unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> tuple[str, 
     """Says which names in the config's lists are of nothing that the base has: nothing is trained there, as in PEFT."""
     names = frozenset(config.target_parameters) - {_ROUTER_OF_PEFT}
     parameters = sorted(names - names_found(_parameter_keys(shape, prefix), names))
+    by_field = {
+        "target_modules": unmatched(config, shape, prefix),
+        "target_parameters": parameters,
+        "layers_to_transform": [f"layer {layer}" for layer in unmatched_layers(config, shape)],
+    }
     return tuple(
         f"{field} names {listed(names)}, which this base does not have: nothing is trained there"
-        for field, names in (("target_modules", unmatched(config, shape, prefix)), ("target_parameters", parameters))
+        for field, names in by_field.items()
         if names
     )
 

@@ -28,7 +28,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock, Timer
@@ -47,7 +47,7 @@ from ..format.tensor_file import Tensor, TensorFile, tensor_bytes, write_tensors
 from ..packing.layout import AdapterLayout
 from ..packing.packed_file import PackedFileDamaged, PagesPart, read_packed, read_packed_part, write_packed
 from ..packing.packing import pack, packed_chunks
-from .durable_file import make_folder, replacing, sync_folder
+from .durable_file import make_folder, replacing, replacing_all, sync_folder
 
 # Which layouts of packed files are still in use.
 
@@ -172,15 +172,9 @@ class AdapterStore:
         records say how many pages there are. Raises AdapterInvalid, and stores nothing, if it cannot be packed.
         """
         folder = self._folder(content.digest)
-        with self._lock(fcntl.LOCK_SH), ExitStack() as packed_files:
+        with self._lock(fcntl.LOCK_SH), replacing_all(folder, self._temporary) as files:
             if content.num_experts and not self._packs_by_expert(folder):
                 content = replace(content, num_experts=0)
-            for layout in layouts:
-                file = packed_files.enter_context(replacing(self._packed_path(content.digest, layout), self._temporary))
-                num_pages = layout.num_pages(content.module_ranks)
-                write_packed(file, content.digest, layout, num_pages, packed_chunks(content, layout))
-            make_folder(folder)
-            (folder / _MARK_FILE).unlink(missing_ok=True)
             tensors: dict[str, Tensor] = {}
             scalings: dict[str, str] = {}
             products: list[dict[str, Any]] = []
@@ -198,7 +192,7 @@ class AdapterStore:
             for (layer, module), vectors in content.outputs.items():
                 both = np.stack([vectors.gain, vectors.shift])
                 tensors[f"{layer}.{module}.outputs.{crc32(tensor_bytes(both)):08x}"] = both
-            with replacing(folder / TENSORS_FILE, self._temporary) as file:
+            with files.write(TENSORS_FILE) as file:
                 write_tensors(file, tensors)
             manifest: dict[str, Any] = {"format": 1, "digest": content.digest, "scalings": scalings}
             if content.num_experts:
@@ -209,8 +203,13 @@ class AdapterStore:
                 manifest |= {_OUTPUTS: content.outputs_source, _NUM_OUTPUTS: len(content.outputs)}
             if content.invocation_token_ids:
                 manifest[_INVOCATION] = content.invocation_token_ids
-            with replacing(folder / _MANIFEST_FILE, self._temporary) as file:
+            with files.write(_MANIFEST_FILE) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
+            for layout in layouts:  # a packed file has a checksum, and is made again from the others if it is damaged
+                with files.write(_packed_name(layout), durable=False) as file:
+                    num_pages = layout.num_pages(content.module_ranks)
+                    write_packed(file, content.digest, layout, num_pages, packed_chunks(content, layout))
+            (folder / _MARK_FILE).unlink(missing_ok=True)
         return content
 
     def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
@@ -411,7 +410,7 @@ class AdapterStore:
         return self.root / digest[:2] / digest
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
-        return self._folder(digest) / f"{layout.key}{_PACKED_SUFFIX}"
+        return self._folder(digest) / _packed_name(layout)
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
@@ -421,6 +420,10 @@ class AdapterStore:
             yield
         finally:
             os.close(handle)
+
+
+def _packed_name(layout: AdapterLayout) -> str:
+    return f"{layout.key}{_PACKED_SUFFIX}"
 
 
 def _is_damage(error: OSError) -> bool:

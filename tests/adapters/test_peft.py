@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import time
 import warnings
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
@@ -50,6 +51,7 @@ PEFT_CONFIGS: dict[str, dict[str, Any]] = {
     "expression": {"target_modules": r".*\.(?:[02])\..*(q|gate)_proj"},
     "plain expression": {"target_modules": r"model.layers.0.self_attn.k_proj"},
     "layers": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]},
+    "layers, one of which is not there": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1, 7]},
     "one layer": {"target_modules": ["q_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
     "excluded list": {"target_modules": "all-linear", "exclude_modules": ["q_proj", "layers.1.mlp.up_proj"]},
     "excluded expression": {"target_modules": ["q_proj", "o_proj"], "exclude_modules": r".*\.0\..*"},
@@ -78,6 +80,85 @@ def test_targets_ranks_and_scalings_are_those_of_peft(case: str, tmp_path: Path)
     assert {key: (target.rank, target.scaling) for key, target in targets.items()} == expected
     content = validate(saved, tmp_path / "adapter_model.safetensors", SHAPE)
     assert set(content.matrices) == set(expected)
+
+
+LINEARS: list[str] = [name for name, module in llama().named_modules() if isinstance(module, torch.nn.Linear)][:-1]
+EXPRESSIONS = (
+    r".*\.(q|v)_proj",
+    r".*layers\.[01]\..*proj",
+    r"model\.layers\.\d+\.self_attn\.[qkvo]_proj",
+    r".*self_attn.*",
+    r"(?!.*q_proj).*layers.*proj",
+    r".*[0-2]\.mlp\.(gate|down)_proj$",
+)
+PATTERNS = (
+    *EXPRESSIONS,
+    r"layers\.[02]\..*",
+    "^model.layers.0.self_attn.q_proj",
+    "^q_proj",
+    r"(self_attn|mlp)\.[a-z_]+",
+)
+
+
+def _random_config(rng: random.Random) -> dict[str, Any]:
+    def name() -> str:
+        whole = rng.choice(LINEARS)
+        return rng.choice([whole, whole.rpartition(".")[2], ".".join(whole.split(".")[-2:]), "no_such"])
+
+    def numbers() -> dict[str, int]:
+        return {rng.choice([name(), rng.choice(PATTERNS)]): rng.randint(1, 6) for _ in range(rng.randint(0, 3))}
+
+    config: dict[str, Any] = {
+        "r": rng.randint(1, 8),
+        "lora_alpha": rng.randint(1, 16),
+        "use_rslora": rng.random() < 0.3,
+    }
+    names = [name() for _ in range(rng.randint(1, 4))]
+    config["target_modules"] = rng.choice([names, names, "all-linear", rng.choice(EXPRESSIONS)])
+    config |= {"rank_pattern": numbers(), "alpha_pattern": numbers()} if rng.random() < 0.7 else {}
+    if rng.random() < 0.3:
+        config["exclude_modules"] = rng.choice([rng.choice(EXPRESSIONS), [name(), name()]])
+    if rng.random() < 0.3 and config["target_modules"] is names:
+        config["layers_to_transform"] = rng.choice([0, [0, 2], [1], [2, 7]])
+        config |= {"layers_pattern": rng.choice(["layers", ["h", "layers"], "blocks"])} if rng.random() < 0.5 else {}
+    if rng.random() < 0.2:
+        config["target_parameters"] = [f"{name()}.weight"]
+    return config
+
+
+def test_any_config_is_read_as_peft_reads_it(tmp_path: Path) -> None:
+    """It saves patterns in alphabetical order: another may be the first that matches than in training."""
+    num_read = num_unreadable = 0
+    for seed in range(120):
+        config = _random_config(random.Random(seed))
+        model: PeftModel | None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT reports names that match nothing
+            try:
+                model = get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", **config))
+            except ValueError:
+                continue  # it finds nothing to train
+            model.save_pretrained(tmp_path)
+            try:
+                model = PeftModel.from_pretrained(llama(), tmp_path)
+            except RuntimeError:  # the tensors have other ranks than the config says
+                model = None
+        data, tensors = (tmp_path / "adapter_config.json").read_bytes(), tmp_path / "adapter_model.safetensors"
+        if model is None:
+            with pytest.raises(AdapterInvalid, match=r"adapter_config.json gives rank"):
+                validate(data, tensors, SHAPE)
+            num_unreadable += 1
+            continue
+        expected = {}
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A"):
+                found = parse_tensor_name(f"{name}.lora_A.weight")
+                assert found is not None, name
+                expected[found[:2]] = (module.r["default"], module.scaling["default"])
+        content = validate(data, tensors, SHAPE)
+        assert {key: (len(lora.a), lora.scaling) for key, lora in content.matrices.items()} == expected, config
+        num_read += 1
+    assert num_read > 60 and num_unreadable > 0, (num_read, num_unreadable)
 
 
 HEADLESS_CONFIGS: dict[str, dict[str, Any]] = {
@@ -186,7 +267,7 @@ def test_rslora_divides_by_the_root() -> None:
         ({"target_modules": ["nothing"]}, "matches no module"),
         ({"target_modules": "q_proj, v_proj"}, 'if a list was meant, write ["q_proj", "v_proj"]'),
         ({"target_modules": "(q_proj"}, "not a regular expression"),
-        ({"layers_to_transform": [3]}, "layer 3"),
+        ({"layers_to_transform": [3]}, "layers 3"),
         ({"layers_to_transform": "1"}, "layers_to_transform"),
         ({"r": 0}, "r = 0"),
         ({"r": 257}, "256"),

@@ -240,6 +240,20 @@ def test_a_name_that_matches_nothing_is_a_warning_unless_a_tensor_is_its(tmp_pat
         validate(files.config_bytes, files.write(tmp_path), SHAPE)
 
 
+def test_a_layer_that_the_base_does_not_have_is_a_warning_unless_nothing_else_is_trained(tmp_path: Path) -> None:
+    files = lora_files()
+    num_layers = SHAPE.num_layers
+    files.config["layers_to_transform"] = [*range(num_layers + 2), -1]
+    (warning,) = validate(files.config_bytes, files.write(tmp_path), SHAPE).warnings
+    layers = f"layer {num_layers}, layer {num_layers + 1}, layer -1"
+    assert warning == f"layers_to_transform names {layers}, which this base does not have: nothing is trained there"
+    files.config["layers_to_transform"] = [num_layers]
+    with pytest.raises(
+        AdapterInvalid, match=f"layers_to_transform names layers {num_layers}: the base has layers 0 to"
+    ):
+        validate(files.config_bytes, files.write(tmp_path), SHAPE)
+
+
 def test_targets_of_experts_are_those_of_the_layers_that_have_them() -> None:
     config = {"peft_type": "LORA", "r": 2, "target_modules": ["gate_proj"], "rank_pattern": {"experts.2.gate_proj": 5}}
     targets = resolve_targets(parse_config(json.dumps(config).encode()), EXPERTS_SHAPE)

@@ -24,6 +24,7 @@ from motet.adapters.errors import NameTaken
 from motet.adapters.format.peft import named_base
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.known_keys import KnownKeys
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
@@ -170,6 +171,7 @@ class FakeDispatcher:
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
     streams: list[FakeStream] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)  # tenants
 
     def submit(
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
@@ -222,6 +224,12 @@ class FakeDispatcher:
     def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
         own: dict[str, AdapterTier] = {"gang-1": "device"} if (tenant, digest) in self.resident else {}
         return own | {gang: tier for gang, tier in self.tiers.items() if gang in known_gangs}
+
+    def hold(self, tenant: str) -> None:
+        self.held.append(tenant)
+
+    def release(self, tenant: str) -> None:
+        self.held.remove(tenant)
 
     def load(self) -> EngineLoad | None:
         return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None
@@ -302,6 +310,7 @@ class FakeRegistry:
     def __init__(self) -> None:
         # Of each upload.
         self.left_out = self.unknown_field = ""
+        self.invocation_token_ids: tuple[int, ...] = ()
         self.warnings: tuple[str, ...] = ()
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
         self.error: Exception | None = None
@@ -337,6 +346,7 @@ class FakeView(FakeRegistry):
     is_whole = True
     is_unreachable = False
     last_event = 0
+    keys = KnownKeys()  # of which there are none
 
     async def resolve(self, tenant: str, name: str, sight: object = None) -> AdapterVersion | None:
         adapter = self.held(tenant, name)
@@ -368,7 +378,9 @@ class FakeUploads:
         base = named_base(config)
         left_out, unknown_field = self._registry.left_out, self._registry.unknown_field
         warnings = self._registry.warnings
-        given["check"](SimpleNamespace(base=base, left_out=left_out, unknown_field=unknown_field, warnings=warnings))
+        facts = SimpleNamespace(base=base, left_out=left_out, unknown_field=unknown_field, warnings=warnings)
+        facts.invocation_token_ids = self._registry.invocation_token_ids
+        given["check"](facts)
         self._registry.uploaded.append((tenant, name, config, digest))
         held = self._registry.held(tenant, name)
         if held is not None and must_be_new:

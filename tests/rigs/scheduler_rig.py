@@ -29,10 +29,11 @@ from motet.workers.scheduling.scheduler import Scheduler
 from motet.workers.scheduling.tier_traffic import TierSizes
 from motet.workers.window_pages import GangLimits
 from motet.workers.wire.messages import AdapterRef, SamplingParams, SequenceRequest, SequenceUpdate, TokenLogprobs
-from motet.workers.wire.page_keys import KeyChain, PageKey, dense_key, next_keys, state_key
+from motet.workers.wire.page_keys import KeyChain, PageKey, dense_key, state_key
 from motet.workers.wire.prompt_scores import PromptScores, packed_vector, row_bytes
 
 EOS = 99
+INVOCATIONS = {"x": (1,), "y": (0, 1), "z": (0, 0, 0)}  # of activated LoRA, by the letter that digests begin with
 
 
 def limits(
@@ -56,7 +57,9 @@ def asking(
     tenant: str = "t",
     **sampling: object,
 ) -> SequenceRequest:
-    ref = None if adapter is None else AdapterRef(adapter, {"q_proj": int(adapter[1:])})
+    ref = None
+    if adapter is not None:
+        ref = AdapterRef(adapter, {"q_proj": int(adapter[1:])}, INVOCATIONS.get(adapter[0], ()))
     params = SamplingParams(max_tokens=max_tokens, **sampling)  # type: ignore[arg-type]
     return SequenceRequest(
         sequence_id=sequence_id, prompt_token_ids=prompt, sampling=params, tenant=tenant, adapter=ref
@@ -67,10 +70,32 @@ def scheduler(of: GangLimits, tiers: TierSizes | None = None) -> Scheduler:
     return Scheduler(of, frozenset({EOS}), lambda ref: max(ref.module_ranks.values()), tiers=tiers)
 
 
+Owner = tuple[str, str | None, int]  # tenant, adapter, and the first token that this computes
+
+
+class Owners:
+    """Whose the KV of each of a sequence's tokens is."""
+
+    def __init__(self, request: SequenceRequest) -> None:
+        ref, prompt, start = request.adapter, request.prompt_token_ids, 0
+        if ref is not None and (invocation := [*ref.invocation_token_ids]):
+            start = max(at for at in range(len(prompt)) if prompt[at : at + len(invocation)] == invocation)
+        self._last: Owner = (request.tenant, None if ref is None else ref.digest, start)
+
+    def of(self, position: int) -> Owner:
+        return _at(self._last, position)
+
+
+def _at(last: Owner, position: int) -> Owner:
+    """Of a token of a sequence whose last tokens have this owner."""
+    return last if position >= last[2] else (last[0], None, 0)
+
+
 class Worker:
     """Executes plans without computing: token n of a sequence is n. Checks that a real worker could execute the plan.
 
     It keeps what every page holds: KV of a token is its tenant's and adapter's, and follows from all tokens before it.
+    Of an activated LoRA it also follows from where that begins, and before it is the base's.
     It gets each plan as a worker in another process does, and checks that it is the scheduler's.
     """
 
@@ -207,19 +232,17 @@ class Worker:
     def _check_state(self, key: PageKey, contents: Sequence[Sequence[Any]]) -> None:
         """Checks that a state that is kept is whole, and that of the tokens of its key."""
         assert len(contents) == self.limits.num_state_pages
-        _, (tenant, adapter), token_ids, _ = contents[0][0]
-        link = KeyChain.of(asking(0, [], adapter=adapter, tenant=tenant), 1).first_link
-        block_size = self.limits.block_size
-        last = next_keys(link, token_ids, 0, block_size, len(token_ids) // block_size)[-1]
-        assert len(token_ids) % block_size == 0 and state_key(last) == key, "a state of other tokens is kept"
-        self._check_state_pages(contents, (tenant, adapter), token_ids)
+        _, owner, token_ids, _ = contents[0][0]
+        assert len(token_ids) % self.limits.block_size == 0, "a state of a part of a page is kept"
+        assert state_key(self._last_key(owner, token_ids)) == key, "a state of other tokens is kept"
+        self._check_state_pages(contents, owner, token_ids)
 
-    def _check_state_pages(self, contents: Sequence[Sequence[Any]], owner: object, token_ids: Sequence[int]) -> None:
+    def _check_state_pages(self, contents: Sequence[Sequence[Any]], owner: Owner, token_ids: Sequence[int]) -> None:
         for number, content in enumerate(contents):
             expected = ("state", owner, tuple(token_ids), number)
             assert [*content] == [expected] * self.limits.block_size, "not the state before it"
 
-    def _go_on(self, s: SequencePlan, owner: object, token_ids: Sequence[int]) -> None:
+    def _go_on(self, s: SequencePlan, owners: Owners, token_ids: Sequence[int]) -> None:
         """Writes a sequence's recurrent state, on top of what its earlier tokens must have left."""
         state, size = s.state, self.limits.num_state_pages
         assert state is not None and bool(state.source) == (s.start > 0)
@@ -227,24 +250,33 @@ class Worker:
             0 < row < len(s.token_ids) for row in state.snapshot_rows
         )
         source = [self._read_page("device", page) for page in unpacked(state.source)]
-        self._check_state_pages(source, owner, token_ids[: s.start])
+        self._check_state_pages(source, owners.of(s.start - 1), token_ids[: s.start])
         pages = [*unpacked(state.snapshots), *unpacked(state.target)]
         assert len(pages) == len({*pages}) == size * (len(state.snapshot_rows) + 1)
         assert not {*pages} & {*unpacked(s.pages)[self.limits.num_unseen_pages(s.start) :]}
         for index, row in enumerate((*state.snapshot_rows, len(s.token_ids))):
+            owner = owners.of(s.start + row - 1)
             for number, page in enumerate(pages[index * size : (index + 1) * size]):
                 for place in range(self.limits.block_size):
                     self._write(page, place, ("state", owner, tuple(token_ids[: s.start + row]), number))
 
     def _key_of(self, content: list[Any]) -> PageKey:
-        (tenant, adapter), token_ids = content[-1]
+        owner, token_ids = content[-1]
         before = len(token_ids) - len(content)
-        parts = [((tenant, adapter), token_ids[: before + place]) for place in range(1, len(content) + 1)]
+        parts = [(_at(owner, before + place), token_ids[: before + place + 1]) for place in range(len(content))]
         assert content == parts, "a page holds parts of several"
-        whole = tuple(content[-1])
+        return self._last_key(owner, token_ids)
+
+    def _last_key(self, owner: Owner, token_ids: Sequence[int]) -> PageKey:
+        """Of the page that ends with these tokens."""
+        whole, block_size = (owner, tuple(token_ids)), self.limits.block_size
         if whole not in self._keys:
-            link = KeyChain.of(asking(0, [], adapter=adapter, tenant=tenant), 1).first_link
-            self._keys[whole] = next_keys(link, token_ids, 0, len(content), len(token_ids) // len(content))[-1]
+            tenant, adapter, start = owner
+            prompt = [*token_ids[:start], *INVOCATIONS.get(adapter[0] if adapter else "", ())]
+            chain = KeyChain.of(asking(0, prompt, adapter=adapter, tenant=tenant), block_size)
+            keys: list[PageKey] = []
+            chain.extend(keys, token_ids, len(token_ids) // block_size)
+            self._keys[whole] = keys[-1]
         return self._keys[whole]
 
     def _move(self) -> Iterator[MoveEnd]:
@@ -276,8 +308,9 @@ class Worker:
         assert len(pages) == len(set(pages))
         if self.sequence_of is not None:
             sequence = self.sequence_of(s.sequence_id)
-            owner, token_ids = (sequence.request.tenant, s.adapter), sequence.token_ids
+            owners, token_ids = Owners(sequence.request), sequence.token_ids
             assert s.token_ids == tuple(token_ids[s.start : s.start + len(s.token_ids)])
+            assert {owners.of(s.start + row)[1] for row in range(len(s.token_ids))} == {s.adapter}
             if s.sample is not None and sequence.has_penalty:  # it sees all that came before
                 (counts,) = self.penalised.of([s.sequence_id])
                 assert counts is not None
@@ -287,15 +320,19 @@ class Worker:
             window, layers = self.limits.window, self.limits.full_layers
             for position in range(0 if window is None else max(0, s.start + 1 - window), s.start):
                 kv = self._kv[self._place(s, position)]
-                assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
+                assert kv == (owners.of(position), tuple(token_ids[: position + 1])), (
+                    "not the KV of this sequence's token"
+                )
             for position in range(s.start if layers is not None else 0):
                 block, place = divmod(position, self.limits.block_size)
                 kv = self._full[unpacked(s.pages)[block], place]
-                assert kv == (owner, tuple(token_ids[: position + 1])), "not the KV of this sequence's token"
+                assert kv == (owners.of(position), tuple(token_ids[: position + 1])), (
+                    "not the KV of this sequence's token"
+                )
             for position in range(s.start, s.start + len(s.token_ids)):
-                self._write(*self._place(s, position), (owner, tuple(token_ids[: position + 1])))
+                self._write(*self._place(s, position), (owners.of(position), tuple(token_ids[: position + 1])))
             if self.limits.num_state_pages:
-                self._go_on(s, owner, token_ids)
+                self._go_on(s, owners, token_ids)
         places = {self._place(s, position) for position in range(s.start, s.start + len(s.token_ids))}
         if s.state is not None:
             state_pages = [*unpacked(s.state.snapshots), *unpacked(s.state.target)]

@@ -115,6 +115,16 @@ async def test_an_unknown_field_is_refused_or_taken_with_a_warning(rig: RouterRi
     assert (await send(rig, *parts)).json()["warnings"] == ["it has 'trick' = 1", "it has 'note' = 'a'"]
 
 
+async def test_an_invocation_that_no_text_has_is_warned_of(rig: RouterRig, text: TextService) -> None:
+    last = max(token_id for token_id in range(1 << 16) if text.token_str(token_id))
+    parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
+    rig.registry.invocation_token_ids = (last,)
+    assert (await send(rig, *parts)).json()["warnings"] == []
+    rig.registry.invocation_token_ids = (last, last + 1)
+    (warning,) = (await send(rig, *parts)).json()["warnings"]
+    assert warning.startswith(f"alora_invocation_tokens has {last + 1}, which are not tokens of the base's tokenizer")
+
+
 async def test_an_adapter_of_another_base_is_warned_of_or_refused(tmp_path: Path, text: TextService) -> None:
     config = part("adapter_config.json", b'{"base_model_name_or_path": "Qwen/Qwen3-8B"}', "c")
     parts = (NAME_PART, config, TENSORS_PART)

@@ -6,15 +6,22 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from motet.tests.rigs.engine_rig import EngineRig, Stock
+from motet.router.generation.beam_streams import NEW_SEARCH, BeamSearch, advanced
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
+from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import VOCAB_SIZE, Oracle, patterns_may_match_nothing, write_adapters, write_model
-from motet.workers.wire.messages import SamplingParams
+from motet.workers.plan import StepPlan
+from motet.workers.wire.beams import BeamRules
+from motet.workers.wire.messages import SamplingParams, SequenceRequest, Submit
+from motet.workers.wire.prompt_scores import PromptScores
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-3  # of log-probabilities in float32
@@ -32,18 +39,18 @@ class Bench:
     stock: Stock
 
     @torch.inference_mode()
-    def answer(self, prompt: Sequence[int], adapter: str | None) -> tuple[list[int], list[float]]:
-        """PEFT's greedy tokens, without a cache, and their log-probabilities."""
-        token_ids, logprobs = [*prompt], list[float]()
-        for _ in range(NUM_TOKENS):
-            if adapter in INVOCATIONS:
-                self.activated.set_adapter(adapter)
-                logits = self.activated(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0, -1]
-            else:
-                logits = self.oracle.logits(token_ids, adapter)[-1]
-            token_ids.append(int(logits.argmax()))
-            logprobs.append(float(logits.log_softmax(-1).max()))
-        return token_ids[len(prompt) :], logprobs
+    def logprobs(self, prompt: Sequence[int], answer: Sequence[int], adapter: str | None) -> torch.Tensor:
+        """PEFT's log-probabilities after each token, where the prompt alone invokes, as in its `generate`."""
+        token_ids, invocation = [*prompt, *answer], INVOCATIONS.get(adapter or "", [])
+        places = [at for at in range(len(prompt)) if [*prompt[at : at + len(invocation)]] == invocation]
+        if adapter is None or not invocation or not places:
+            logits = self.oracle.logits(token_ids, None if invocation else adapter)
+        else:
+            self.activated.set_adapter(adapter)
+            offsets = [len(token_ids) - places[-1]]
+            inputs = torch.tensor([token_ids])
+            logits = self.activated(input_ids=inputs, alora_offsets=offsets, use_cache=False).logits[0]
+        return logits.log_softmax(-1)
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -71,14 +78,23 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, VOCAB_SIZE - 2) for _ in range(count)]
 
 
-def _check(bench: Bench, rig: EngineRig, sequence_id: int, prompt: Sequence[int], adapter: str | None) -> list[int]:
-    token_ids, logprobs = bench.answer(prompt, adapter)
+def _check(
+    bench: Bench,
+    rig: EngineRig,
+    sequence_id: int,
+    prompt: Sequence[int],
+    adapter: str | None,
+    generated: Sequence[int] = (),
+) -> list[int]:
+    """The answer, which is PEFT's greedy one."""
     output = rig.outputs[sequence_id]
-    assert output.error is None
-    for place, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True)):
-        assert abs(output.logprobs[place].chosen - logprob) < TOLERANCE, f"{adapter}, token {place}"
-        assert output.token_ids[place] == token_id, f"{adapter}, token {place}"
-    return token_ids
+    assert output.error is None and len(generated) + len(output.token_ids) == NUM_TOKENS
+    answer = [*generated, *output.token_ids]
+    rows = bench.logprobs(prompt, answer, adapter)[len(prompt) - 1 + len(generated) : -1]
+    for place, (row, token_id, found) in enumerate(zip(rows, output.token_ids, output.logprobs, strict=True)):
+        assert abs(found.chosen - float(row[token_id])) < TOLERANCE, f"{adapter}, token {place}"
+        assert int(row.argmax()) == token_id, f"{adapter}, token {place}"
+    return answer
 
 
 def _ask(bench: Bench, rig: EngineRig, requests: Sequence[tuple[Sequence[int], str | None]]) -> list[list[int]]:
@@ -168,3 +184,124 @@ def test_pages_of_others_change_no_answer(bench: Bench) -> None:
         assert shared.error is None
         assert abs(alone.logprobs[0].chosen - shared.logprobs[0].chosen) < TOLERANCE, adapter
         assert alone.token_ids[0] == shared.token_ids[0]
+
+
+RULES = BeamRules(3, NUM_TOKENS, frozenset())
+
+
+class Mixture:
+    """Requests of all kinds that begin alike and are invoked in different places; answers are compared with PEFT's."""
+
+    def __init__(self, bench: Bench, rig: EngineRig, rng: random.Random, *kinds: str) -> None:
+        self.bench, self.rig, self.rng, self.kinds = bench, rig, rng, kinds
+        self.pieces = [*(_tokens(rng, count) for count in (9, 17)), *INVOCATIONS.values()]
+        self.requests: dict[int, SequenceRequest] = {}
+        self.names: dict[int, str | None] = {}
+        self.beams: dict[int, BeamSearch] = {}
+        self.scores: dict[int, bytes] = {}
+        self.answers: list[tuple[list[int], str | None, list[int]]] = []  # prompt, adapter, PEFT's answer
+        scheduler = rig.engine._scheduler
+        schedule = scheduler.schedule
+
+        def preempt_and_schedule() -> StepPlan:
+            if scheduler._running.by_id and rng.random() < 0.1:
+                scheduler._preempt(rng.choice([*scheduler._running.by_id.values()]))
+            return schedule()
+
+        scheduler.schedule = preempt_and_schedule  # type: ignore[method-assign]
+
+    def submit(self) -> None:
+        rng, number = self.rng, len(self.rig.outputs)
+        prompt = sum((rng.choice(self.pieces) for _ in range(rng.randint(1, 5))), list[int]())
+        name = rng.choice([None, PLAIN, *INVOCATIONS, *INVOCATIONS])
+        if self.answers and rng.random() < 0.5:  # a next turn
+            before, _, answer = rng.choice(self.answers)
+            prompt = [*before, *answer[: rng.randint(0, NUM_TOKENS)], *rng.choice(self.pieces), *_tokens(rng, 2)]
+        prompt = prompt[-90:]
+        kind = rng.choice(self.kinds)
+        request = SequenceRequest(
+            sequence_id=number,
+            prompt_token_ids=prompt,
+            sampling=GREEDY,
+            tenant="acme",
+            adapter=None if name is None else self.rig.refs[name],
+            cache_salt=rng.choice(["", "", "salt"]),
+        )
+        if kind == "resumed" and self.answers:
+            prompt, name, answer = rng.choice(self.answers)
+            request = msgspec.structs.replace(
+                request,
+                prompt_token_ids=prompt,
+                adapter=None if name is None else self.rig.refs[name],
+                generated_token_ids=answer[: rng.randint(1, NUM_TOKENS - 1)],
+            )
+        elif kind == "scored":
+            sampling = SamplingParams(max_tokens=0, num_prompt_logprobs=0)
+            request = msgspec.structs.replace(request, sampling=sampling)
+        elif kind == "beams":
+            self.beams[number] = NEW_SEARCH
+            sampling = SamplingParams(max_tokens=NUM_TOKENS)
+            request = msgspec.structs.replace(request, sampling=sampling, beams=RULES)
+        self.requests[number], self.names[number], self.rig.outputs[number] = request, name, SequenceOutput()
+        self.rig.engine.receive(Submit(request))
+
+    def step(self) -> None:
+        for update in self.rig.step():
+            number = update.sequence_id
+            for one_round in update.beam_rounds or ():
+                self.beams[number] = advanced(self.beams[number], one_round, RULES)[0]
+            if update.prompt_scores is not None:
+                self.scores[number] = self.scores.get(number, b"") + update.prompt_scores.data
+            if self.rig.outputs[number].ended:
+                self.check(number)
+
+    def check(self, number: int) -> None:
+        request, name = self.requests[number], self.names[number]
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        assert self.rig.outputs[number].error is None
+        if request.beams is not None:
+            search = self.beams[number]
+            assert not search.live and len(search.finished) == RULES.width
+            for beam in search.finished:
+                rows = self.bench.logprobs(prompt, beam.token_ids, name)[len(prompt) - 1 : -1]
+                total = float(rows.gather(1, torch.tensor(beam.token_ids).unsqueeze(1)).sum())
+                assert abs(total - beam.total) < RULES.max_tokens * TOLERANCE, name
+        elif sampling.num_prompt_logprobs is not None:
+            found = PromptScores(0, self.scores.get(number, b"")).rows()["logprob"]
+            rows = self.bench.logprobs(prompt, (), name)[:-1]
+            expected = rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
+            torch.testing.assert_close(torch.tensor(found.copy()), expected, atol=TOLERANCE, rtol=0)
+        else:
+            answer = _check(self.bench, self.rig, number, prompt, name, request.generated_token_ids)
+            self.answers.append((prompt, name, answer))
+
+    def run(self, count: int) -> None:
+        """Asks for so many, at random times, and once more for some that have ended."""
+        while count or self.rig.engine.has_work():
+            if count and self.rng.random() < 0.6:
+                self.submit()
+                count -= 1
+            self.step()
+        self.rig.assert_idle()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_in_a_small_pool_with_tiers_behind_it(bench: Bench, seed: int, tmp_path: Path) -> None:
+    """Pages and states come back from host memory and disk, and sequences are preempted wherever they are."""
+    stock, num_tokens = bench.stock, 90 + NUM_TOKENS
+    num_pages = 3 + max(stock.num_pages(num_tokens, name) for name in stock.refs) + stock.num_state_pages
+    tiers = {"kv_host_bytes": 30 * stock.page_bytes, "kv_disk_bytes": 200 * stock.page_bytes, "kv_disk_path": tmp_path}
+    with stock.engine(num_pages, max_tokens_per_step=24, **tiers) as rig:
+        rig.prefer_copies()
+        Mixture(bench, rig, random.Random(seed), "answer", "answer", "resumed", "scored").run(40)
+        counters = rig.engine.load().counters
+        assert min(counters.num_cached_tokens, counters.num_pages_in, counters.num_preemptions) > 0, counters
+
+
+@pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.each_kind)])
+def test_gangs_with_beams(bench: Bench, degree: int) -> None:
+    num_pages = 80 + 8 * bench.stock.num_state_pages
+    config = bench.stock.gang_config(num_pages, degree, max_tokens_per_step=24)
+    kinds = ("answer", "resumed", "scored", "beams", "beams")
+    with gang(config) as (engine, _):
+        Mixture(bench, EngineRig(engine, bench.stock.refs), random.Random(degree), *kinds).run(20)

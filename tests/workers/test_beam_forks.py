@@ -323,7 +323,7 @@ def test_rounds_are_the_same_however_the_pool_fills(
         if rng.random() < 0.25:
             prompt = [rng.choice([0, 0, 0, 1])] * rng.randint(1, 14)
             tenant, max_tokens = rng.choice("tu"), rng.randint(1, 14)
-            adapter = rng.choice([None, None, "a1"])
+            adapter = rng.choice([None, "z1", "a1"])
             request = asking(number + 1, prompt, max_tokens, adapter, tenant)
             if rng.random() < 0.6:
                 rules = BeamRules(rng.randint(1, 5), max_tokens, frozenset(rng.sample(range(1, 13), rng.randint(0, 3))))

@@ -186,14 +186,14 @@ def test_pages_are_never_lost_nor_freed_while_needed(
     worker.slow_loads = rng if has_tiers else None
     if has_tiers:
         s._costs.observe_step = lambda *_: None  # type: ignore[method-assign]  # copies are worth it
-    documents = [[rng.randrange(90) for _ in range(rng.randint(1, 100))] for _ in range(3)]
+    documents = [[rng.choice([0, 1, rng.randrange(90)]) for _ in range(rng.randint(1, 100))] for _ in range(3)]
     added, pending, known = 0, None, dict[int, GrowingSequence]()
     worker.sequence_of = known.__getitem__  # a plan may have a sequence that was preempted since
     for _ in range(3000):
         if added < 12 and rng.random() < 0.1:
             document = rng.choice(documents)
             prompt = [*document[: rng.randint(1, len(document))], rng.randrange(90)]
-            adapter = rng.choice([None, "a2", "b3"])
+            adapter = rng.choice([None, "a2", "y3"])
             s.add(asking(added, prompt, rng.randint(1, 60), adapter, tenant=rng.choice("tu")), added)
             added += 1
         if rng.random() < 0.01 and s._running.by_id and pending is None:

@@ -92,13 +92,13 @@ def _run_a_random_workload(
     finished: set[int] = set()
     failed: set[int] = set()
     cancelled: set[int] = set()  # those whose end was not reported yet
-    versions = {name: f"{name}{rank}" for name, rank in (("a", 1), ("b", 2), ("c", 3), ("d", 4))}  # digest by name
+    versions = {"a": "a1", "b": "b2", "c": "y3", "d": "d4"}  # digest by name
     reported: set[str] = set()  # adapters that are there or coming, as a router would know
     reported_pages: set[int] = set()
     for step in range(3000):
         if step < 40 and rng.random() < 0.1:
             name = rng.choice(sorted(versions))
-            versions[name] = f"{rng.choice('efgh')}{versions[name][1:]}"
+            versions[name] = f"{rng.choice('efxy')}{versions[name][1:]}"
         if step < 40 and rng.random() < 0.6:
             adapter = versions.get(rng.choice("-abcd"))
             num_prompt, max_tokens = rng.randint(1, 30), rng.randint(1, 20)

@@ -63,7 +63,6 @@ class BeamGroup:
                 root.stop_ids,
                 root.max_length,
                 full_layers=root.full_layers,
-                adapter_start=root.adapter_start,
                 key_chain=root.key_chain,
                 num_adapter_pages=root.num_adapter_pages,
             )

@@ -85,7 +85,6 @@ class GrowingSequence:
     num_counted_at_start: int = 0  # `num_counted` when its run began
     counter_at_start: float = 0.0  # its tenant's counter when its run began
     full_layers: FullLayers | None = None  # of the base
-    adapter_start: int = 0  # the first token that its adapter computes
     num_adapter_pages: int = 0
     num_places: int = 1  # that it takes among the sequences that may run at once
     prepaid: range = range(0)  # positions that it computes again at the cost of the tenant that it was preempted for
@@ -228,9 +227,9 @@ class GrowingSequence:
         Less than `num_unplanned` only for prompts that take pages as they give others back, and for what stands before
         the invocation of an activated LoRA.
         """
-        position = self.next_position
+        position, adapter_start = self.next_position, self.key_chain.start or 0
         num_tokens = min(self.num_unplanned, len(self.pages) * block_size - position)
-        return num_tokens if position >= self.adapter_start else min(num_tokens, self.adapter_start - position)
+        return num_tokens if position >= adapter_start else min(num_tokens, adapter_start - position)
 
     def hold(
         self,

@@ -124,8 +124,8 @@ def plan_chunk(sequence: GrowingSequence, num_tokens: int, snapshots: Sequence[S
     assert len(token_ids) == num_tokens, "a prompt lacks no token"
     sequence.num_planned += num_tokens
     pages, digest = sequence.packed_pages, sequence.adapter_digest
-    if start < sequence.adapter_start:
-        assert end <= sequence.adapter_start, "a chunk is computed by one adapter, or by the base"
+    if start < (adapter_start := sequence.key_chain.start or 0):
+        assert end <= adapter_start, "a chunk is computed by one adapter, or by the base"
         digest = None
     scores = pool = None
     if not sequence.is_scored:

@@ -172,7 +172,6 @@ class Scheduler:
                 stop_ids(request, self._eos_token_ids),
                 longest,
                 full_layers=self._limits.full_layers,
-                adapter_start=chain.start or 0,
                 key_chain=chain,
                 num_adapter_pages=num_adapter_pages,
             )

@@ -30,6 +30,7 @@ KEY_BYTES = 16
 PageKey = bytes  # of length KEY_BYTES, or with one byte more that of a recurrent state
 _STATE = b"s"
 _TOKEN_BYTES = 4  # of an id in what is hashed
+_TOKENS_OF_A_TURN = 4096  # in which an invocation is looked for first
 
 
 def adapter_start(request: SequenceRequest) -> int | None:
@@ -42,12 +43,16 @@ def adapter_start(request: SequenceRequest) -> int | None:
     invocation = request.adapter.invocation_token_ids
     if not invocation:
         return 0
-    # From the end, as bytes, of which `find` takes linear time in the worst case and `rfind` does not.
-    tokens, text = (array("I", ids).tobytes()[::-1] for ids in (request.prompt_token_ids, invocation))
-    at = tokens.find(text)
-    while at >= 0 and at % _TOKEN_BYTES:  # in the middle of a token
-        at = tokens.find(text, at + 1)
-    return None if at < 0 else len(request.prompt_token_ids) - len(invocation) - at // _TOKEN_BYTES
+    prompt, text = request.prompt_token_ids, array("I", invocation).tobytes()[::-1]
+    for ids in (prompt[-_TOKENS_OF_A_TURN:], prompt):  # mostly it is near the end
+        # From the end, as bytes, of which `find` takes linear time in the worst case and `rfind` does not.
+        tokens = array("I", ids).tobytes()[::-1]
+        at = tokens.find(text)
+        while at >= 0 and at % _TOKEN_BYTES:  # in the middle of a token
+            at = tokens.find(text, at + 1)
+        if at >= 0:
+            return len(prompt) - len(invocation) - at // _TOKEN_BYTES
+    return None
 
 
 @dataclass(frozen=True)
