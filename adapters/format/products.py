@@ -103,8 +103,8 @@ def check_product(kind: str, shapes: Mapping[str, Shape], where: str, rank: int,
         for name, vector in expected.items():
             _check_shape(f"{where}.{name}", shapes[name], vector)
         # Those that all modules share are as large as the largest needs them.
-        _check_shape(SHARED["vera_A"], shapes["vera_A"], (rank, max(num_in, shapes["vera_A"][-1])))
-        _check_shape(SHARED["vera_B"], shapes["vera_B"], (max(num_out, shapes["vera_B"][0]), rank))
+        _check_shape(SHARED["vera_A"], shapes["vera_A"], (rank, max((num_in, *shapes["vera_A"][1:]))))
+        _check_shape(SHARED["vera_B"], shapes["vera_B"], (max((num_out, *shapes["vera_B"][:1])), rank))
     elif kind == LOHA:
         for name, shape in zip(_OF_LOHA, ((num_out, rank), (rank, num_in)) * 2, strict=True):
             _check_shape(f"{where}.{name}", shapes[name], shape)
@@ -146,12 +146,13 @@ def rank_of(kind: str, shapes: Mapping[str, Shape]) -> int:
 
 def _sides(shapes: Mapping[str, Shape], where: str, rank: int, whole: str, a: str, b: str) -> Shape:
     """Outputs and inputs of a factor of a Kronecker product."""
+    for name in (whole,) if whole in shapes else (a, b):
+        if len(shapes[name]) != 2:
+            raise AdapterInvalid(f"{where}.{name} has shape {[*shapes[name]]}: a matrix is needed")
     if whole in shapes:
-        if len(shapes[whole]) != 2:
-            raise AdapterInvalid(f"{where}.{whole} has shape {[*shapes[whole]]}: a matrix is needed")
         return shapes[whole]
     _check_shape(f"{where}.{a}", shapes[a], (shapes[a][0], rank))
-    _check_shape(f"{where}.{b}", shapes[b], (rank, shapes[b][-1]))
+    _check_shape(f"{where}.{b}", shapes[b], (rank, shapes[b][1]))
     return shapes[a][0], shapes[b][1]
 
 

@@ -290,11 +290,11 @@ def validate(
         factors = _match_factors(of_text, targets, parsed.kind, shape)
         ranks = _product_ranks(factors, targets, parsed.kind, file, shape)
         targets = {key: replace(target, rank=ranks[key]) for key, target in targets.items()}
-    is_lora = parsed.kind == LORA
+    plain = targets if parsed.kind == LORA else {}
     matched = {*vectors.values(), *(name for each in factors.values() for name in each.values())}
     matched.update(filter(parse_fused_name, of_text))
     matrix_names = [name for name in of_text if name not in matched]
-    names = _match_names(matrix_names, targets if is_lora else {}, shape, prefix)
+    names = _match_names(matrix_names, plain, shape, prefix)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape, parsed.num_blocks)
     for key, name in fused_names.items():
@@ -307,11 +307,7 @@ def validate(
     arrays = {key: _whole(_finite(file, name), _expected(key, targets, shape)) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
     vector_arrays = {key: _finite(file, name) for key, name in vectors.items()}
-    loras = {
-        key: LoraMatrices(arrays[*key, "A"], arrays[*key, "B"], target.scaling)
-        for key, target in targets.items()
-        if is_lora
-    }
+    loras = {key: LoraMatrices(arrays[*key, "A"], arrays[*key, "B"], each.scaling) for key, each in plain.items()}
     outputs = outputs_of(vector_arrays, loras, shape, base)
     wholes: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {**loras}
     wholes |= _products(factors, targets, parsed.kind, file, shape)

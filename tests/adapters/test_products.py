@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -105,6 +107,9 @@ SPOILED: dict[str, tuple[str, dict[str, torch.Tensor | None], dict[str, Any], st
     "both": ("lokr", {f"{KEY}lokr_w1": torch.ones(4, 4)}, {}, r"lokr_w1"),
     "sides": ("lokr_whole", {f"{KEY}lokr_w1": torch.ones(2, 4)}, {}, r"which make \[16, 32\], expected \[16, 16\]"),
     "no matrix": ("lokr_whole", {f"{KEY}lokr_w1": torch.ones(2)}, {}, "a matrix is needed"),
+    "scalar": ("lokr", {f"{KEY}lokr_w1_a": torch.tensor(1.0)}, {}, r"lokr_w1_a has shape \[\]: a matrix is needed"),
+    "shared scalar": ("vera", {"base_model.vera_A": torch.tensor(1.0)}, {}, r"has shape \[\], expected \[5, 16\]"),
+    "shared vector": ("vera", {"base_model.vera_B": torch.ones(99)}, {}, r"has shape \[99\], expected \[99, 5\]"),
     "modules to save": ("vera", {}, {"modules_to_save": ["lm_head"]}, "modules_to_save"),
 }
 
@@ -143,6 +148,33 @@ def test_every_field_of_the_installed_peft_has_its_place(kind: str, config: type
     fields = {field.name for field in dataclasses.fields(config)} - {"peft_type"}
     assert fields <= KINDS[kind] | set(HARMLESS) | set(REFUSED), "look at what each new field changes"
     assert KINDS[kind] <= fields, "PEFT has no such field"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {name: tmp_path_factory.mktemp(name) for name in CONFIGS}
+    for name, folder in found.items():
+        _saved(name, folder)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_any_shape_fits_or_is_refused(folders: dict[str, Path], data: st.DataObject) -> None:
+    folder = folders[data.draw(st.sampled_from(sorted(folders)))]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    key = data.draw(st.sampled_from(sorted(tensors)))
+    changed = torch.ones(data.draw(st.lists(st.integers(1, 17), max_size=3)))
+    with TemporaryDirectory() as other:
+        path = Path(other) / "tensors"
+        save_file({**tensors, key: changed}, path)
+        config = (folder / "adapter_config.json").read_bytes()
+        if changed.shape == tensors[key].shape:
+            validate(config, path, SHAPE)
+        else:
+            with suppress(AdapterInvalid):
+                validate(config, path, SHAPE)
+                assert "vera_" in key, "but those that all modules share may be larger"
 
 
 @settings(max_examples=50, deadline=None)
