@@ -427,13 +427,14 @@ def _products(
 
 
 def _as_trained(shape: BaseShape, tensor_names: Iterable[str]) -> BaseShape:
-    """The shape without modules of experts, where a file has LoRA of the layers' other MLPs alone.
+    """The shape without modules of experts, where a file has tensors of the layers' other MLPs alone.
 
     With transformers 5 experts are parameters, and names such as "gate_proj" in `target_modules` are not theirs.
     """
     if shape.experts is None or shape.experts.are_parameters:
         return shape
-    keys = (parse_tensor_name(name, shape.modules_by_path) for name in tensor_names)
+    parsers = (parse_tensor_name, parse_vector_name, parse_factor_name)
+    keys = (parse(name, shape.modules_by_path) for name in tensor_names for parse in parsers)
     modules = {family_of_module(key[1]) for key in keys if key is not None}
     if not modules.isdisjoint(EXPERT_MODULES) or modules.isdisjoint((*MODULES[4:], *SHARED_MODULES)):
         return shape
