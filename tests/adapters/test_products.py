@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import IA3Config, LoHaConfig, LoKrConfig, PeftConfig, VeraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.content import AdapterContent
@@ -26,6 +27,8 @@ from motet.adapters.packing.packing import pack, packed_chunks
 from motet.adapters.store.store import AdapterStore
 from motet.tests.adapters.test_peft import llama
 from motet.tests.rigs.lora_files import LAYOUT, SHAPE
+from motet.tests.rigs.oracle import write_model
+from motet.workers.models.config import ModelConfig
 
 CONFIGS: dict[str, PeftConfig] = {
     "vera": VeraConfig(r=5, target_modules=["q_proj", "k_proj", "down_proj"]),
@@ -200,3 +203,23 @@ def test_any_slice_of_a_product(data: st.DataObject) -> None:
     rows = slice(start, data.draw(st.integers(start, product.rank)))
     assert (product.rows_of_a(rows, slice(None)) == product.a[rows]).all()
     assert (product.columns_of_b(slice(None), rows) == product.b[:, rows]).all()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoKrConfig(r=3, target_modules=["gate_proj"]),
+        LoHaConfig(r=3, target_modules=["gate_proj"]),
+        VeraConfig(r=8, target_modules=["gate_proj"]),
+        IA3Config(target_modules=["gate_proj"], feedforward_modules=[]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_names_of_mlps_are_not_those_of_experts_that_are_parameters(config: PeftConfig, tmp_path: Path) -> None:
+    """As PEFT has them with transformers 5."""
+    model = write_model("qwen2_moe", tmp_path / "model")
+    get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(tmp_path)
+    config_bytes = (tmp_path / "adapter_config.json").read_bytes()
+    content = validate(config_bytes, tmp_path / "adapter_model.safetensors", ModelConfig.from_folder(model).shape)
+    modules = {module for _, module in content.matrices.keys() | content.outputs.keys()}
+    assert modules == {"gate_proj", "shared_expert.gate_proj"}

@@ -47,7 +47,7 @@ BASES = ("llama", "llama_bias", "qwen2", "phi3", "glm4", "qwen3_5", "gemma4_dens
 
 def _configs(base: str, has_biases: bool) -> dict[str, PeftConfig]:
     attention, mlp = _FUSED.get(base, (_ATTENTION, _MLP))
-    mlp = [] if base == "qwen2_moe" else mlp
+    mlp = [f"shared_expert.{name}" for name in mlp] if base == "qwen2_moe" else mlp
     linears = [*attention, *mlp]
     common: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6}
     configs: dict[str, PeftConfig] = {
