@@ -22,6 +22,7 @@ from .answer_kinds import (
     Embeddings,
     FormParts,
     MessageBlocks,
+    OfChat,
     PromptTokens,
     ResponseItems,
     TextCompletion,
@@ -77,6 +78,7 @@ from .openai.sampling_params import (
 from .responses.response_form import ResponseForm
 from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
 from .tenancy.account import Accounts, AnswerRequest
+from .text.adapter_templates import AdapterTemplates
 from .text.text import TextService
 from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter
@@ -174,6 +176,7 @@ class CompletionsApi:
         dispatcher: Dispatcher,
         view: RegistryView,
         text: TextService,
+        templates: AdapterTemplates,
         metrics: Metrics,
         accounts: Accounts,
         bodies: BodyReader,
@@ -187,7 +190,7 @@ class CompletionsApi:
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
-        self._text = text
+        self._text, self._templates = text, templates
         self._metrics = metrics
         self._accounts = accounts
         self._shadows, self._responses = shadows, responses
@@ -297,11 +300,11 @@ class CompletionsApi:
         if self._accounts.precheck is not None:
             record.headers = self._accounts.precheck(identity, False)
         async with self._open_body(http, identity, _TOKEN_COUNT) as request:
-            await self._base.adapter(identity, request.model)
+            version = choose_version(await self._base.adapter(identity, request.model), request, identity).version
             record.model = request.model
             self._check(request, _TOKEN_COUNT)
-            gang = await self._base.gang()
-            prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), gang, "")
+            gang, text = await self._base.gang(), await self._templates.text(identity.name, version)
+            prompts = await _TOKEN_COUNT.tokenize(request, text, gang, "")
             self._leave_out(record, request, prompts, _TOKEN_COUNT)
         return message_chat.TokenCount(len(prompts.token_lists[0]))
 
@@ -324,6 +327,8 @@ class CompletionsApi:
             self._check(request, kind)
             template = "" if choice.version is None else choice.version.response_template
             gang, text = await self._base.gang(), self._text.of(identity.name)
+            if isinstance(kind, OfChat):
+                text = await self._templates.text(identity.name, choice.version)
             prompts = await kind.tokenize(request, text, gang, template)
             self._leave_out(record, request, prompts, kind)
             response_grammar = prompts.grammar

@@ -37,6 +37,7 @@ from .openapi_document import OpenApi
 from .operations_api import OperationsApi, Readiness
 from .tenancy.account import Accountant, Accounts
 from .tenancy.quotas import Quotas
+from .text.adapter_templates import AdapterTemplates
 from .text.text import TextService
 from .uploads.adapters_api import AdaptersApi
 from .uploads.lora_adapters_api import LoraAdaptersApi
@@ -91,12 +92,13 @@ def create_app(
     shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
     counts = None if canaries is None else canaries.counts
     bodies = BodyReader(config.now.max_held_body_bytes, metrics)
-    adapters = AdaptersApi(config, uploads, metrics, text, base_names, quotas)
+    templates = AdapterTemplates(text, uploads.chat_template)
+    adapters = AdaptersApi(config, uploads, metrics, text, base_names, templates, quotas)
     responses = None if batches is None else batches.responses
     apis: list[object] = [
-        CompletionsApi(config, base, dispatcher, view, text, metrics, accounts, bodies, shadows, responses),
+        CompletionsApi(config, base, dispatcher, view, text, templates, metrics, accounts, bodies, shadows, responses),
         ModelsApi(base, view),
-        TokenizeApi(config, base, bodies, text),
+        TokenizeApi(config, base, bodies, text, templates),
         adapters,
         LoraAdaptersApi(config, adapters),
         VersionsApi(uploads, counts),
