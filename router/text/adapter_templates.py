@@ -41,7 +41,7 @@ class AdapterTemplates:
         self._places = TenantPlaces(NUM_PROCESSES)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="template")
         self._turns = TenantPlaces(NUM_THREADS, MOST_THREADS)
-        self._known: OrderedDict[tuple[str, str], TextService] = OrderedDict()  # the last used one last
+        self._texts: OrderedDict[tuple[str, str], TextService] = OrderedDict()  # the last used one last
 
     async def check(self, tenant: str, template: str) -> None:
         """Raises AdapterInvalid for a template that cannot be compiled, or that takes too much to be tried."""
@@ -58,7 +58,7 @@ class AdapterTemplates:
         if version is None or not version.chat_template:
             return self._base.of(tenant)
         key = tenant, version.chat_template
-        text = self._known.get(key)
+        text = self._texts.get(key)
         if text is None:
             try:
                 template = await self._read(version)
@@ -72,10 +72,10 @@ class AdapterTemplates:
             apply = _Apply(self, asyncio.get_running_loop(), tenant, template)
             of_template = self._base.with_template
             arguments = (template, probed.forms, probed.chats, apply, self._threads, self._turns)
-            text = self._known[key] = (await asyncio.to_thread(of_template, *arguments)).of(tenant)
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+            text = self._texts[key] = (await asyncio.to_thread(of_template, *arguments)).of(tenant)
+        self._texts.move_to_end(key)
+        if len(self._texts) > MAX_KNOWN:
+            self._texts.popitem(last=False)
         return text
 
     async def _probe(self, tenant: str, template: str) -> Probed:

@@ -148,7 +148,7 @@ async def test_tenants_templates_are_apart_and_few_are_known(monkeypatch: pytest
     assert await templates.text("globex", version(OTHER)) is not first
     await templates.text("acme", version(QUIRKS))
     assert await templates.text("acme", version(OTHER)) is not first, "it was used before the last two"
-    assert len(templates._known) == 2
+    assert len(templates._texts) == 2
     plain = AdapterVersion("acme", "plain", 1, "d" * 64, {"q_proj": 4}, 1, 1.0)
     assert (await templates.text("acme", plain)).forms is base.forms is (await templates.text("acme", None)).forms
 
