@@ -53,13 +53,16 @@ PATHS: Final = {
 }
 _ORDER: Final = {module: place for place, module in enumerate(PATHS)}
 MAX_RANK = 256
+# Ends the entry of `module_ranks` that says that a module's outputs are scaled and shifted, by so many vectors.
+OUTPUTS: Final = ".outputs"
+NUM_OUTPUT_VECTORS: Final = 2
 _EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
 _SOME_EXPERTS = re.compile(r"experts\.[0-9,-]+\.(\w+)")
 
 
 def family_of_module(module: str) -> str:
     """The entry of MODULES or EXPERT_MODULES that a module belongs to, or an entry of `module_ranks`."""
-    return _SOME_EXPERTS.sub(r"experts.\1", module)
+    return _SOME_EXPERTS.sub(r"experts.\1", module.removesuffix(OUTPUTS))
 
 
 def packing_order(module: str) -> tuple[int, int]:
@@ -262,6 +265,16 @@ class BaseShape:
         return self.entry(layer, module) is not None
 
 
+@dataclass(frozen=True)
+class BaseTensor:
+    """Where a tensor of the base lies: in row-major order, little-endian, from byte `start` of a file on."""
+
+    path: str
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    start: int
+
+
 def name_of(entry: str) -> str:
     """The name by which adapters know an entry of `BaseShape.modules`."""
     return entry.rpartition(":")[2]
@@ -271,7 +284,8 @@ def name_of(entry: str) -> str:
 class AdapterVersion:
     """One immutable upload. `module_ranks` holds, for each target, its largest rank over the layers.
 
-    Of experts it may have entries for some of them.
+    Of experts it may have entries for some of them. Where the adapter scales and shifts outputs of a module there is an
+    entry `module.outputs`, with the number of its vectors.
     """
 
     tenant: str
@@ -298,7 +312,8 @@ class AdapterVersion:
 
     @property
     def rank(self) -> int:
-        return max(self.module_ranks.values())
+        ranks = (rank for entry, rank in self.module_ranks.items() if not entry.endswith(OUTPUTS))
+        return max(ranks, default=0)
 
     @property
     def targets(self) -> tuple[str, ...]:

@@ -11,13 +11,15 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, TypeVar
 
 import msgspec
 from msgspec import structs
 
-from .adapter import AdapterVersion
+from .adapter import AdapterVersion, BaseTensor
 from .errors import AdapterInvalid, NoSuchName, UploadTooLarge, UploadUnchecked
+from .format.combination import Combination
 from .format.peft import CONFIG_FILE, TENSORS_FILE
 from .names import PLAIN_SIGHT, Sight, check_name, check_tenant
 from .packing.layout import AdapterLayout, packed_bytes
@@ -32,7 +34,7 @@ from .registry.versions.name_state import NameState, VersionNote, no_version_yet
 from .registry.versions.rollout import MAX_VERSIONS, versions_of
 from .store.store import BEGINNINGS, AdapterStore
 from .tenant_places import TenantPlaces
-from .upload_process import CHECK, FORGET, STORE, Answer, Check, UploadFacts, UploadRefused
+from .upload_process import CHECK, COMBINE, FORGET, STORE, Answer, Check, UploadFacts, UploadRefused
 
 # Uploads that are checked, and then stored, by a process beside this one.
 
@@ -46,29 +48,35 @@ _log = logging.getLogger(__name__)
 class UploadProcesses:
     """At most `max_processes` uploads at once. Belongs to one event loop."""
 
-    def __init__(self, max_processes: int, store: Path, layouts: Sequence[AdapterLayout]) -> None:
-        """`layouts`: for which adapters are packed."""
+    def __init__(
+        self, max_processes: int, store: Path, layouts: Sequence[AdapterLayout], base: Mapping[str, BaseTensor]
+    ) -> None:
+        """`layouts`: for which adapters are packed. `base`: see `BaseWeights`."""
         self._processes = ChildProcesses(_MODULE, max_processes, _DEADLINE_S)
-        self._store, self._layouts = store, tuple(layouts)
+        self._store, self._layouts, self._base = store, tuple(layouts), dict(base)
 
     @asynccontextmanager
     async def checked(
-        self, config: bytes, tensors: Path, num_bytes: int, max_packed_bytes: int
+        self, config: bytes | Combination, tensors: Path, num_bytes: int, max_packed_bytes: int
     ) -> AsyncIterator[CheckedUpload]:
-        """The upload, if it is an adapter of the base. `num_bytes`: of the file `tensors`.
+        """The upload, if it is an adapter of the base, or the combination of stored ones, without a file.
+
+        `num_bytes`: of the file `tensors`, or of those of the combination's parts.
 
         Raises AdapterInvalid, UploadTooLarge, UploadUnchecked, and OSError if the disk fails.
         """
         cpu_s = CPU_S + CPU_S_PER_GIB * num_bytes / (1 << 30)
         check = Check(
-            tensors=str(tensors),
+            tensors="" if isinstance(config, Combination) else str(tensors),
             store=str(self._store),
             layouts=self._layouts,
             max_packed_bytes=max_packed_bytes,
             cpu_s=cpu_s,
+            base=self._base,
         )
         async with self._processes.process() as process:
-            facts = await _ask(process, cpu_s, CHECK, msgspec.msgpack.encode(check), config)
+            kind, source = (CHECK, config) if isinstance(config, bytes) else (COMBINE, msgspec.msgpack.encode(config))
+            facts = await _ask(process, cpu_s, kind, msgspec.msgpack.encode(check), source)
             upload = CheckedUpload(process, cpu_s, facts)
             try:
                 yield upload
@@ -125,7 +133,8 @@ async def _ask(process: ChildProcess, cpu_s: float, *frames: bytes) -> UploadFac
     assert isinstance(answer, UploadRefused)
     if answer.kind == "disk":
         raise OSError(answer.errno, answer.message)
-    raise (AdapterInvalid if answer.kind == "invalid" else UploadTooLarge)(answer.message)
+    errors = {"invalid": AdapterInvalid, "too_large": UploadTooLarge, "unavailable": UploadUnchecked}
+    raise errors[answer.kind](answer.message)
 
 
 T = TypeVar("T")
@@ -158,7 +167,9 @@ class UploadService:
         layouts: Sequence[AdapterLayout],
         limits: UploadLimits,
         reserved: Collection[str] = (),
+        base: Mapping[str, BaseTensor] = MappingProxyType({}),
     ) -> None:
+        """`base`: see `BaseWeights`; without it adapters whose products depend on the base's weights are refused."""
         if not layouts or any(layout.shape != layouts[0].shape for layout in layouts):
             raise ValueError(f"{len(layouts)} layouts: at least one is needed, and all must be of one base")
         self.limits = limits
@@ -168,13 +179,13 @@ class UploadService:
         self._layouts = tuple(layouts)
         self._reserved = frozenset(reserved)
         self._places = TenantPlaces(self.limits.max_concurrent)
-        self._processes = UploadProcesses(self.limits.max_concurrent, store.root, layouts)
+        self._processes = UploadProcesses(self.limits.max_concurrent, store.root, layouts, base)
 
     async def upload(
         self,
         tenant: str,
         name: str,
-        config: bytes | Path,
+        config: bytes | Path | Combination,
         tensors: Path,
         *,
         response_template: str = "",
@@ -193,10 +204,9 @@ class UploadService:
         The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. `chat_template`: by which its chats are rendered; empty: the base's.
-
-        Once this returns, the adapter is on disk. `admission` and `entry`: see
-        `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise, as
+        removes both afterwards. A combination is made of stored adapters, and has no file. `chat_template`: by which
+        its chats are rendered; empty: the base's. Once this returns, the adapter is on disk. `admission` and `entry`:
+        see `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise, as
         may `check`.
 
         Raises AdapterInvalid, UploadTooLarge, CallerGone, VersionRefused for a new name without `activate`, NameTaken
@@ -235,6 +245,7 @@ class UploadService:
                 bounds=bounds,
             )
         self._view.apply(AdapterSet(current))
+        await self._view.spread()
         return adapter, created
 
     async def chat_template(self, adapter: AdapterVersion) -> str:
@@ -273,6 +284,7 @@ class UploadService:
         entry = entry and structs.replace(entry, target=name)
         state = await self._registry.names.change(tenant, name, change, entry, admission, most_pinned_bytes)
         self._view.apply(AdapterSet(state.current))
+        await self._view.spread()
         return state
 
     async def delete(
@@ -297,6 +309,7 @@ class UploadService:
         if deleted is None:
             return None
         self._view.apply(deleted)
+        await self._view.spread()
         return name
 
     async def list_page(
@@ -397,8 +410,10 @@ class UploadService:
             use = (await self._registry.stored.of(tenant, bound.owner))[1]
             check_storage(bound, use, more)
 
-    def _within_limits(self, config: bytes | Path, tensors: Path) -> tuple[bytes, int]:
+    def _within_limits(self, config: bytes | Path | Combination, tensors: Path) -> tuple[bytes | Combination, int]:
         """The config, and the size of the tensors' file. Raises UploadTooLarge for those over the limits."""
+        if isinstance(config, Combination):
+            return config, config.num_bytes
         config_bytes = config.stat().st_size if isinstance(config, Path) else len(config)
         _check_size(CONFIG_FILE, config_bytes, self.limits.max_config_bytes)
         num_bytes = tensors.stat().st_size

@@ -11,13 +11,17 @@ import errno
 import gc
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Final, Literal
 
 import msgspec
 from msgspec import structs
 
-from .errors import AdapterInvalid, UploadTooLarge
+from .adapter import BaseTensor
+from .errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable, UploadTooLarge
+from .format.base_weights import BaseWeights
+from .format.combination import Combination, combine
 from .format.content import AdapterContent
 from .format.peft import named_base
 from .format.validation import validate
@@ -27,6 +31,7 @@ from .processes.child_processes import (
     NOT_LAST,
     bound_cpu,
     bound_memory,
+    extend_cpu,
     read_frames,
     resident_bytes,
     write_frames,
@@ -38,17 +43,21 @@ NICENESS: Final = 10  # uploads yield to all other work, large bodies included
 MOST_BYTES: Final = 768 << 20  # of memory, beside the upload's own file, which is mapped
 MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, and the router starts another
 
+CPU_S_PER_BASE_GIB: Final = 15.0  # of the base's weights that an adapter depends on
+
 CHECK: Final = b"check"  # the first frame of a question; then follow a `Check` and the config
+COMBINE: Final = b"combine"  # stored adapters: then follow a `Check`, without a file, and a `Combination`
 STORE: Final = b"store"  # what was checked
 FORGET: Final = b"forget"  # it: until then the process holds its file
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    tensors: str  # path of the file
+    tensors: str  # path of the file; empty: there is none
     store: str  # path of the folder
     layouts: tuple[AdapterLayout, ...]  # of one base
     max_packed_bytes: int
     cpu_s: float  # that the check and what follows may take
+    base: dict[str, BaseTensor]  # see `BaseWeights`
 
 
 class UploadFacts(msgspec.Struct, frozen=True, tag=True):
@@ -66,7 +75,7 @@ class UploadFacts(msgspec.Struct, frozen=True, tag=True):
 
 
 class UploadRefused(msgspec.Struct, frozen=True, tag=True):
-    kind: Literal["invalid", "too_large", "disk"]
+    kind: Literal["invalid", "too_large", "disk", "unavailable"]
     message: str
     errno: int = 0  # of "disk"
 
@@ -90,12 +99,19 @@ class Workbench:
         try:
             if kind == CHECK:
                 return self._check(msgspec.msgpack.decode(arguments[0], type=Check), arguments[1])
+            if kind == COMBINE:
+                check, combination = arguments
+                return self._combine(
+                    msgspec.msgpack.decode(check, type=Check), msgspec.msgpack.decode(combination, type=Combination)
+                )
             if kind == STORE:
                 return self._store()
             self._upload = None
             return None
-        except AdapterInvalid as error:
+        except (AdapterInvalid, AdapterCorrupt) as error:
             return UploadRefused("invalid", str(error))
+        except StoreUnavailable as error:
+            return UploadRefused("unavailable", str(error))
         except UploadTooLarge as error:
             return UploadRefused("too_large", str(error))
         except OSError as error:
@@ -107,17 +123,9 @@ class Workbench:
     def _check(self, check: Check, config: bytes) -> UploadFacts:
         self._upload = None
         bound_cpu(check.cpu_s)
-
-        def check_ranks(module_ranks: Mapping[str, int]) -> None:
-            num_bytes = packed_bytes(check.layouts, module_ranks)
-            if num_bytes > check.max_packed_bytes:
-                raise UploadTooLarge(
-                    f"this adapter takes {num_bytes} bytes in memory "
-                    f"({check.layouts[0].num_pages(module_ranks)} pages), where each module has its largest rank in "
-                    f"all layers: at most {check.max_packed_bytes} are accepted"
-                )
-
-        content = validate(config, Path(check.tensors), check.layouts[0].shape, check_ranks)
+        # What of the base has to be read is as large as the base, whatever the upload.
+        base = BaseWeights(check.base, lambda num_bytes: extend_cpu(CPU_S_PER_BASE_GIB * num_bytes / (1 << 30)))
+        content = validate(config, Path(check.tensors), check.layouts[0].shape, partial(_check_ranks, check), base)
         facts = structs.replace(
             _facts_of(content),
             base=named_base(config),
@@ -129,10 +137,29 @@ class Workbench:
         self._upload = content, check
         return facts
 
+    def _combine(self, check: Check, combination: Combination) -> UploadFacts:
+        self._upload = None
+        bound_cpu(check.cpu_s)
+        store = AdapterStore(Path(check.store))
+        content = combine([store.load_content(part.digest) for part in combination.parts], combination)
+        _check_ranks(check, content.module_ranks)
+        self._upload = content, check
+        facts = _facts_of(content)
+        return structs.replace(facts, base=combination.base, invocation_token_ids=content.invocation_token_ids)
+
     def _store(self) -> UploadFacts:
         assert self._upload is not None
         (content, check), self._upload = self._upload, None
         return _facts_of(AdapterStore(Path(check.store)).put(content, check.layouts))
+
+
+def _check_ranks(check: Check, module_ranks: Mapping[str, int]) -> None:
+    num_bytes = packed_bytes(check.layouts, module_ranks)
+    if num_bytes > check.max_packed_bytes:
+        raise UploadTooLarge(
+            f"this adapter takes {num_bytes} bytes in memory ({check.layouts[0].num_pages(module_ranks)} pages), where "
+            f"each module has its largest rank in all layers: at most {check.max_packed_bytes} are accepted"
+        )
 
 
 def _facts_of(content: AdapterContent) -> UploadFacts:

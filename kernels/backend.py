@@ -30,12 +30,13 @@ from .native.attention import MOST_GROUPED, NativeAttention
 from .native.build import NativeUnavailable, load_library
 from .native.experts import NativeExperts
 from .native.linear import NativeLinear
-from .native.lora import NativeLora
+from .native.lora import NativeLora, NativeOutputs
 from .native.quantised_linear import NativeQuantised
 from .native.recurrence import NativeRecurrence
 from .native.rows import NativeRows
 from .native.sampling import NativeSampling
 from .native.step import NativeStepKernels
+from .output_vectors import OutputKernels, PlainOutputs
 from .plain import attention as plain_attention
 from .plain import float8_kv as plain_float8_kv
 from .plain.expert_lora import HostExpertLora
@@ -85,6 +86,7 @@ class Kernels:
     # None: they cannot.
     capturable_lora: CapturableLora | None = None
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
+    outputs: OutputKernels = field(default_factory=PlainOutputs)
     compiles: bool = False  # for shapes when they first occur: a worker runs all kinds of steps before it is ready
     libraries: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
     library: ctypes.CDLL | None = None  # of the native kernels
@@ -199,6 +201,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         pack_experts=pack_experts,
         experts=experts,
         expert_lora=HostExpertLora(lora),
+        outputs=NativeOutputs(library, dtype, num_threads),
         sampling=NativeSampling(library, num_threads),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,

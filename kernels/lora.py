@@ -42,6 +42,7 @@ class PagedAdapter:
     pages: tuple[int, ...]
     modules: tuple[ModuleSlice, ...]  # by module index
     experts: tuple[PagedAdapter, ...] = ()  # its part for each expert, with modules of its own; empty: it has none
+    outputs: tuple[int | None, ...] = ()  # by module index, where the vectors of its outputs start; empty: it has none
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from .expert_lora import ExpertLoraBatch
 from .experts import Routing
 from .lora import LoraBatch
 from .norms import Activation, Ungated
+from .output_vectors import OutputBatch
 from .recurrence import LayerState, Rule, StateBatch
 
 Register = int  # index in `Program.widths`
@@ -295,10 +296,11 @@ class Step(Protocol):
         lora: LoraBatch | None,
         expert_lora: ExpertLoraBatch | None = None,
         states: StateBatch | None = None,
+        outputs: OutputBatch | None = None,
     ) -> torch.Tensor:
         """The output of all rows, `[num_rows, width]`, which the next run overwrites.
 
-        `states`: of layers that have states; None: no layer has.
+        `states`: of layers that have states; None: no layer has. `outputs`: None: no adapter scales or shifts outputs.
         """
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Annotated, Final, TypeVar
 
-from msgspec import Meta
+from msgspec import UNSET, Meta
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
@@ -80,6 +80,7 @@ from .responses.response_schema import Response, ResponseChat, ResponsesRequest,
 from .tenancy.account import Accounts, AnswerRequest
 from .text.adapter_templates import AdapterTemplates
 from .text.text import TextService
+from .training_api import Pauses
 from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter, templates_of
 
@@ -186,8 +187,9 @@ class CompletionsApi:
         bodies: BodyReader,
         shadows: ShadowSender | None = None,
         responses: StoredResponses | None = None,
+        pauses: Pauses | None = None,
     ) -> None:
-        """`responses`: None: none can be stored."""
+        """`responses`: None: none can be stored. `pauses`: None: there are none."""
         self._config = config
         self._bodies = bodies
         self._grammars = GrammarCheck(text.special_ids)
@@ -197,7 +199,7 @@ class CompletionsApi:
         self._text, self._templates = text, templates
         self._metrics = metrics
         self._accounts = accounts
-        self._shadows, self._responses = shadows, responses
+        self._shadows, self._responses, self._pauses = shadows, responses, pauses
         self._turns = LoopTurns()
 
     @route(
@@ -316,6 +318,8 @@ class CompletionsApi:
         """All steps of a request. Each raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
+        if self._pauses is not None and identity.name in self._pauses.now and not is_line(http.scope):
+            await self._pauses.wait(identity.name)
         if self._accounts.precheck is not None:
             record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:
@@ -330,10 +334,10 @@ class CompletionsApi:
             record.model = request.model
             self._check(request, kind)
             gang = await self._base.gang()
-            for version in [choice.version] if position is None else choice.renderings():
-                prompts, generation = await self._rendered(request, kind, identity, version, gang, record.request_id)
+            for rendering in [choice.version] if position is None else choice.renderings():
+                prompts, generation = await self._rendered(request, kind, identity, rendering, gang, record.request_id)
                 limit = gang.max_model_len
-                if answer := await answer_id(kind.id_prefix, generation, position, choice, version, limit):
+                if answer := await answer_id(kind.id_prefix, generation, position, choice, rendering, limit):
                     response_id, choice = answer
                     break
             else:
@@ -342,7 +346,8 @@ class CompletionsApi:
                     "resumed either if the version of the adapter that it began with is kept no more."
                 )
             self._leave_out(record, request, prompts, kind)
-        head = AnswerHead(str(response_id), response_id.created, request.model)
+        version = None if choice.version is None else f"{choice.version.name}@{choice.version.version}"
+        head = AnswerHead(str(response_id), response_id.created, request.model, UNSET if version is None else version)
         record.answer = head.id[-NUM_ANSWER_CHARS:]
         if choice.version is not None:
             generation = on_adapter(generation, choice.version, request.model)
@@ -365,7 +370,7 @@ class CompletionsApi:
             AnswerRequest(
                 identity=identity,
                 response_id=head.id,
-                model=request.model,
+                model=self._base.name if choice.version is None else request.model,
                 version=choice.version,
                 user=request.user or "",
                 trial=choice.trial,
@@ -389,9 +394,8 @@ class CompletionsApi:
             None if responses is None else partial(_keep, responses, identity, request, head, form),
             None if room is None else room.max_answer_bytes,
         )
-        if choice.version is not None:
-            name = f"{choice.version.name}@{choice.version.version}"
-            response.raw_headers.append((VERSION_HEADER, name.encode()))
+        if version is not None:
+            response.raw_headers.append((VERSION_HEADER, version.encode()))
         return response
 
     async def _rendered(

@@ -81,16 +81,15 @@ class ModelsApi:
     async def show(self, request: Request, identity: Identity) -> Model:
         """The base, or an adapter that the key may see."""
         name = request.path_params["model"].removesuffix("/")
-        if name == self._base.name:
-            model = self._base_model()
+        version = await self._base.adapter(identity, name)
+        if version is None:
+            model = structs.replace(self._base_model(), id=name)
         else:
-            version = await self._base.adapter(identity, name)
             _, selector = split_selector(name)
-            if version is not None and selector is not None:
-                version = selected(version, selector)
-            if version is None:
+            selection = version if selector is None else selected(version, selector)
+            if selection is None:
                 raise model_not_found(name)
-            model = structs.replace(self._adapter_model(version), id=name)
+            model = structs.replace(self._adapter_model(selection), id=name)
         record_of(request.scope).model = model.id
         return model
 

@@ -40,6 +40,7 @@ ERRORS: Final[Mapping[str, tuple[int, str]]] = MappingProxyType(
             "it cannot be served; the message says what is wrong and what is accepted; nothing is stored",
         ),
         "invalid_form": (400, "the body is not such a form; the message says what is wrong with it"),
+        "base_is_fixed": (400, "the weights of the base cannot be changed; adapters can"),
         "bad_http": (400, "it is not valid HTTP, or its headers have more than 31 KiB"),
         "invalid_api_key": (401, "there is no such key, or the route is the operators' and the key is not"),
         "missing_scope": (403, "the key is good, and may not do this; the message says why"),

@@ -39,6 +39,7 @@ from .tenancy.account import Accountant, Accounts
 from .tenancy.quotas import Quotas
 from .text.adapter_templates import AdapterTemplates
 from .text.text import TextService
+from .training_api import PauseApi, Pauses, TrainingApi
 from .uploads.adapters_api import AdaptersApi
 from .uploads.lora_adapters_api import LoraAdaptersApi
 from .versions.canary_book import CanaryBook
@@ -70,6 +71,7 @@ def create_app(
     preloads: Preloads | None = None,
     pins: PinKeeper | None = None,
     batches: Batches | None = None,
+    adapter_pages: int = 1,
     more_routes: Callable[[RegistryView], Sequence[RouteSpec]] = lambda view: (),
 ) -> Starlette:
     """The app. The caller starts and stops the collaborators that it passes in.
@@ -77,14 +79,14 @@ def create_app(
     `config`: a change takes effect with the next request. `operator_key`: for /status, /metrics and the administration,
     which show all tenants. `metrics`: None: its own. `labels`: of all that /metrics shows. `targets`: processes with
     metrics of their own. `accountants`: account for each answer. `administration`: None: tenants and keys cannot be
-    changed here. `tokens`: verifies tokens of identity providers; None: only keys are accepted. `quotas`: None: there
-    are none. `canaries`: must be started; None: no version can be put on trial. `preloads`: None, or no `canaries`: no
-    adapter can be preloaded. `pins`: must be started; None: none can be pinned. `batches`:
-    is started later; None: there are no files, no batches, and no stored responses. `more_routes`: routes of what else
-    the caller has made.
+    changed here, nor requests be paused. `tokens`: verifies tokens of identity providers; None: only keys are accepted.
+    `quotas`: None: there are none. `canaries`: must be started; None: no version can be put on trial. `preloads`: None,
+    or no `canaries`: no adapter can be preloaded. `pins`: must be started; None: none can be pinned. `batches`: is
+    started later; None: there are no files, no batches, and no stored responses. `adapter_pages`: see `TrainingApi`.
+    `more_routes`: routes of what else the caller has made.
     """
     metrics = metrics or Metrics()
-    base = BaseModel(config.now.model_name, dispatcher, view, scales_from_zero=config.now.scales_from_zero)
+    base = BaseModel(config, dispatcher, view)
     readiness = Readiness(config, dispatcher, metrics)
     if canaries is not None:
         accountants = (*accountants, canaries)
@@ -95,8 +97,11 @@ def create_app(
     templates = AdapterTemplates(text, uploads.chat_template)
     adapters = AdaptersApi(config, uploads, metrics, text, base_names, templates, quotas)
     responses = None if batches is None else batches.responses
+    pauses = None if administration is None else Pauses(view, dispatcher)
     apis: list[object] = [
-        CompletionsApi(config, base, dispatcher, view, text, templates, metrics, accounts, bodies, shadows, responses),
+        CompletionsApi(
+            config, base, dispatcher, view, text, templates, metrics, accounts, bodies, shadows, responses, pauses
+        ),
         ModelsApi(base, view),
         TokenizeApi(config, base, bodies, text, templates),
         adapters,
@@ -105,6 +110,7 @@ def create_app(
         ResidencyApi(uploads, dispatcher, view, counts, preloads, pins),
         LimitsApi(quotas, uploads),
         OperationsApi(base, dispatcher, view, metrics, readiness, labels or {}, targets),
+        TrainingApi(base, adapter_pages),
     ]
     routes = [*routes_of(*apis), *more_routes(view)]
     if counts is not None:
@@ -113,8 +119,9 @@ def create_app(
         routes += routes_of(PreloadApi(uploads, Preloader(dispatcher, preloads, canaries)))
     if pins is not None:
         routes += routes_of(PinApi(uploads, view, pins))
-    if administration is not None:
+    if administration is not None and pauses is not None:
         routes += routes_of(
+            PauseApi(pauses, administration.tenants, view),
             TenantsApi(administration, view),
             KeysApi(administration, view),
             UsersApi(administration, view, uploads, batches),
@@ -126,7 +133,7 @@ def create_app(
     cors, outages = Cors(config), RegistryOutages(lambda: view.is_unreachable)
     app = Starlette()
     app.router.redirect_slashes = False
-    app.state.routes = openapi.all_routes
+    app.state.routes, app.state.pauses = openapi.all_routes, pauses
     for route in openapi.all_routes:
         endpoint = Endpoint(route, authenticator, metrics, access_log, cors, outages)
         app.router.routes.append(EndpointRoute(route.path, endpoint, methods=[route.method]))

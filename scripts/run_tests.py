@@ -36,7 +36,7 @@ WITH_RAY = ["tests/hostile", "tests/whole"]  # where all tests that start Ray ar
 EITHER_LANES = [  # of these, those that may run beside one another, the longest first
     f"tests/whole/test_{name}.py"
     for name in (
-        *("sums_under_kills", "rolling_update", "docs_commands", "end_to_end", "scaling_for_real", "launch"),
+        *("sums_under_kills", "rolling_update", "docs_commands", "end_to_end", "rl_loop", "scaling_for_real", "launch"),
         "tenants_day",
     )
 ]

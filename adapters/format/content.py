@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
 
-from ..adapter import EXPERT_MODULES, expert_entries, family_of_module, packing_order
+from ..adapter import (
+    EXPERT_MODULES,
+    NUM_OUTPUT_VECTORS,
+    OUTPUTS,
+    expert_entries,
+    family_of_module,
+    packing_order,
+)
+from .products import ProductMatrices
 from .tensor_file import DTYPE_NAMES, Tensor, tensor_bytes
 
 
@@ -20,32 +28,69 @@ class LoraMatrices:
     b: Tensor  # [out, rank]
     scaling: float  # lora_alpha / rank, or lora_alpha / sqrt(rank) for rsLoRA
 
+    @property
+    def rank(self) -> int:
+        return len(self.a)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Inputs and outputs."""
+        return self.a.shape[1], self.b.shape[0]
+
+    @property
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {"A": self.a, "B": self.b}
+
+    def outputs(self, start: int, stop: int) -> LoraMatrices:
+        """Those of some outputs, with the same A."""
+        return LoraMatrices(self.a, self.b[start:stop], self.scaling)
+
+    def rows_of_a(self, rows: slice, inputs: slice) -> Tensor:
+        return self.a[rows, inputs]
+
+    def columns_of_b(self, outputs: slice | Tensor, rows: slice) -> Tensor:
+        return self.b[outputs, rows]
+
+
+@dataclass(frozen=True, eq=False)
+class OutputVectors:
+    """What an adapter makes of a module's outputs y, with its LoRA in them: `y * (1 + gain) + shift`."""
+
+    gain: Tensor  # [out] float32
+    shift: Tensor  # [out] float32
+
 
 @dataclass(frozen=True, eq=False)
 class AdapterContent:
-    """Everything that decides what an adapter computes. Keys of `matrices` are (layer, module).
+    """Everything that decides what an adapter computes. Keys of `matrices` and `outputs` are (layer, module).
 
     `num_experts`: of each layer of the base. 0: it has none, or the adapter was stored when all experts were packed at
-    one rank, and stays packed so. `left_out`: why the uploaded file computes otherwise than this; empty: it does not.
-    `unknown_field`: which field of the config nobody knows, that may say so; empty: there is none.
+    one rank, and stays packed so. `outputs_source`: SHA-256, hex, of the tensors that `outputs` were made of, which
+    with the base decide them; empty: there are no outputs. `left_out`: why the uploaded file computes otherwise than
+    this; empty: it does not. `unknown_field`: which field of the config nobody knows, that may say so; empty: there is
+    none.
     """
 
-    matrices: Mapping[tuple[int, str], LoraMatrices]
+    matrices: Mapping[tuple[int, str], LoraMatrices | ProductMatrices]
     num_experts: int = 0
     left_out: str = ""
     unknown_field: str = ""
     warnings: tuple[str, ...] = ()
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA: see `AdapterVersion`
+    outputs: Mapping[tuple[int, str], OutputVectors] = field(default_factory=dict)
+    outputs_source: str = ""
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:
         """Each target's largest rank over the layers, in packing order; experts as in `adapter.py`."""
-        return ranks_over_layers({key: lora.a.shape[0] for key, lora in self.matrices.items()}, self.num_experts)
+        ranks = {key: lora.rank for key, lora in self.matrices.items()}
+        return ranks_over_layers(ranks, self.num_experts, (module for _, module in self.outputs))
 
     @cached_property
     def num_bytes(self) -> int:
         """Bytes of the tensors as uploaded: a matrix that several modules share counts once."""
-        tensors = [tensor for lora in self.matrices.values() for tensor in (lora.a, lora.b)]
+        tensors = [tensor for lora in self.matrices.values() for tensor in lora.tensors.values()]
+        tensors += [tensor for vectors in self.outputs.values() for tensor in (vectors.gain, vectors.shift)]
         return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
 
     @cached_property
@@ -54,21 +99,32 @@ class AdapterContent:
         hasher = sha256(b"motet adapter 1\n")
         if self.invocation_token_ids:
             hasher.update(json.dumps(["invocation", *self.invocation_token_ids]).encode() + b"\n")
-        for (layer, module), letter, tensor, scaling in self._parts():
-            facts = [layer, module, letter, DTYPE_NAMES[tensor.dtype], list(tensor.shape), scaling.hex()]
-            hasher.update(json.dumps(facts).encode() + b"\n")
-            hasher.update(tensor_bytes(tensor))
+        if self.outputs_source:
+            hasher.update(json.dumps(["outputs", self.outputs_source]).encode() + b"\n")
+        shared: dict[int, str] = {}  # of a product's tensors, which several modules may have
+        for layer, module in sorted(self.matrices, key=lambda key: (key[0], packing_order(key[1]))):
+            lora = self.matrices[layer, module]
+            if isinstance(lora, ProductMatrices):
+                hasher.update(json.dumps([layer, module, lora.kind, *lora.sides, lora.first_output]).encode() + b"\n")
+            for name, tensor in sorted(lora.tensors.items()):
+                facts = [layer, module, name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), lora.scaling.hex()]
+                hasher.update(json.dumps(facts).encode() + b"\n")
+                if isinstance(lora, ProductMatrices):
+                    if id(tensor) not in shared:
+                        shared[id(tensor)] = sha256(tensor_bytes(tensor)).hexdigest()
+                    hasher.update(shared[id(tensor)].encode())
+                else:
+                    hasher.update(tensor_bytes(tensor))
         return hasher.hexdigest()
 
-    def _parts(self) -> Iterator[tuple[tuple[int, str], str, Tensor, float]]:
-        for key in sorted(self.matrices, key=lambda key: (key[0], packing_order(key[1]))):
-            lora = self.matrices[key]
-            yield key, "A", lora.a, lora.scaling
-            yield key, "B", lora.b, lora.scaling
 
+def ranks_over_layers(
+    ranks: Mapping[tuple[int, str], int], num_experts: int, outputs: Iterable[str] = ()
+) -> dict[str, int]:
+    """The `module_ranks` of an adapter with these ranks by (layer, module). `num_experts`: as in `AdapterContent`.
 
-def ranks_over_layers(ranks: Mapping[tuple[int, str], int], num_experts: int) -> dict[str, int]:
-    """The `module_ranks` of an adapter with these ranks by (layer, module). `num_experts`: as in `AdapterContent`."""
+    `outputs`: modules whose outputs it scales and shifts.
+    """
     members: dict[str, int] = {}
     for (_, module), rank in ranks.items():
         entry = module if num_experts else family_of_module(module)
@@ -83,4 +139,5 @@ def ranks_over_layers(ranks: Mapping[tuple[int, str], int], num_experts: int) ->
             ranks_by_entry[entry] = members[entry]
     for family, of_experts in by_expert.items():
         ranks_by_entry |= expert_entries(family, of_experts, num_experts)
-    return ranks_by_entry
+    modules = sorted(set(outputs), key=packing_order)
+    return ranks_by_entry | {f"{module}{OUTPUTS}": NUM_OUTPUT_VECTORS for module in modules}

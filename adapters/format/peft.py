@@ -12,7 +12,7 @@ from ..adapter import EXPERT_MODULES, MAX_RANK, OUTER, OUTER_MODULES, PATHS
 from ..errors import AdapterInvalid, quote
 from .strict_json import parse_object
 
-# Every field of PEFT's LoraConfig, as computed, harmless, or refused.
+# Every field of PEFT's LoraConfig and of the configs of KINDS, as computed, harmless, or refused.
 #
 # `tests/adapters/test_peft_fields.py` compares this with the installed PEFT, so that fields of a newer one are
 # reviewed before adapters that set them are accepted.
@@ -21,6 +21,9 @@ from .strict_json import parse_object
 COMPUTED = frozenset(
     {
         "alora_invocation_tokens",
+        "bias",
+        "lora_bias",
+        "use_dora",
         "r",
         "lora_alpha",
         "use_rslora",
@@ -38,7 +41,6 @@ COMPUTED = frozenset(
 HARMLESS: Mapping[str, str] = {
     "auto_mapping": "which Python class the base had",
     "base_model_name_or_path": "where the base was: names.py compares it; shapes decide what fits",
-    "bias": "which biases were trained: their tensors are refused, and a base without biases has none",
     "corda_config": "read where init_lora_weights is corda, which is refused; a converted adapter keeps it",
     "ensure_weight_tying": "for embeddings and the output layer, which are refused as targets",
     "eva_config": "how A was drawn before training; ranks that it chose are in rank_pattern",
@@ -85,13 +87,28 @@ REFUSED: Mapping[str, Refused] = {
     "fan_in_fan_out": Refused("transposed weights", "set it to false for bases of linear layers"),
     "kasa_config": Refused("KaSA, which changes the base's weights"),
     "layer_replication": Refused("layer replication", unset=_EMPTY_IS_UNSET),
-    "lora_bias": Refused("LoRA with a bias"),
     "megatron_config": Refused("Megatron layers", unset=_EMPTY_IS_UNSET),
     "modules_to_save": Refused("fully trained modules beside LoRA", unset=_EMPTY_IS_UNSET),
     "monteclora_config": Refused("Monte Carlo LoRA"),
     "trainable_token_indices": Refused("trained token embeddings", unset=_EMPTY_IS_UNSET),
-    "use_dora": Refused("DoRA"),
     "use_qalora": Refused("QA-LoRA"),
+}
+
+
+LORA, IA3, VERA, LOHA, LOKR = "LORA", "IA3", "VERA", "LOHA", "LOKR"
+_LAYERS = frozenset({"target_modules", "layers_to_transform", "layers_pattern"})
+_LYCORIS = _LAYERS | {"exclude_modules", "r", "alpha", "rank_pattern", "alpha_pattern", "init_weights"}
+_LYCORIS |= {"rank_dropout", "module_dropout", "use_effective_conv2d"}  # of training, and of what is no linear
+# The kinds of adapters that are computed: which fields a kind has beside those of HARMLESS and of REFUSED.
+KINDS: Mapping[str, frozenset[str]] = {
+    LORA: COMPUTED | {"init_lora_weights"},
+    # Which modules are feedforward ones is in the shapes of their vectors.
+    IA3: frozenset({"target_modules", "exclude_modules", "feedforward_modules", "init_ia3_weights", "fan_in_fan_out"}),
+    # Where the shared matrices are not in the file they would be drawn again, by torch's random numbers.
+    VERA: _LAYERS
+    | {"r", "bias", "projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"},
+    LOHA: _LYCORIS,
+    LOKR: _LYCORIS | {"decompose_both", "decompose_factor", "rank_dropout_scale"},  # the shapes say what these are
 }
 
 
@@ -104,16 +121,20 @@ class UnknownFields:
 
 
 def refuse_fields(config: Mapping[str, Any]) -> UnknownFields:
-    """Raises AdapterInvalid, which names the field, for one that would change what plain LoRA computes."""
+    """Raises AdapterInvalid, which names the field, for one that would change what is computed in an unknown way."""
     kind = config.get("peft_type")
-    if kind != "LORA":
-        raise AdapterInvalid(f"peft_type is {quote(kind)}: only LORA is accepted")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise AdapterInvalid(
+            f"peft_type is {quote(kind)}: {', '.join(KINDS)} are accepted. Train one of these, or where PEFT can "
+            "convert this kind to LoRA (peft.convert_to_lora), upload the result"
+        )
     for key, value in config.items():
-        refused = REFUSED.get(key)
+        refused = None if key in KINDS[kind] else REFUSED.get(key)
         if refused is not None and not _is_one_of(value, refused.unset):
             raise AdapterInvalid(f"{key} = {quote(value)} is not supported ({refused.feature}): {refused.remedy}")
-    _refuse_initialisation(config.get("init_lora_weights", True))
-    fields_of_peft = {*REFUSED, *COMPUTED, *HARMLESS, "peft_type", "init_lora_weights"}
+    if kind == LORA:
+        _refuse_initialisation(config.get("init_lora_weights", True))
+    fields_of_peft = {*REFUSED, *KINDS[kind], *HARMLESS, "peft_type"}
     # What is empty, or zero, turns nothing on.
     unknown = {key: value for key, value in config.items() if key not in fields_of_peft and value}
     texts = [key for key, value in unknown.items() if isinstance(value, str)]
@@ -121,7 +142,9 @@ def refuse_fields(config: Mapping[str, Any]) -> UnknownFields:
     warnings = [f"{quote(key)} = {quote(unknown[key])} is no field of PEFT: it is taken for a note" for key in texts]
     problem = ""
     if settings:
-        problem = f"{CONFIG_FILE} has {settings[0]}, which is no field of PEFT: remove it if it changes nothing"
+        problem = (
+            f"{CONFIG_FILE} has {settings[0]}, which is no field of PEFT for {kind}: remove it if it changes nothing"
+        )
     return UnknownFields(problem, tuple(warnings))
 
 
@@ -173,8 +196,19 @@ _WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoi
 _MODULE = re.compile(rf"{BEGINNING}(?:layers|{'|'.join(OUTER_MODULES)})\.")
 _OF_TRAINING = re.compile(r"\.lora_velora_embed(?:\.[^.]+)?$")  # tensors that the forward pass does not read
 _EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names -> those of EXPERT_MODULES
+# Vectors of a linear's outputs, by the groups of the name.
+_VECTOR_NAME = re.compile(
+    rf"{BEGINNING}{LAYER}(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*?)\.(?:"
+    r"(?P<magnitude>lora_magnitude_vector(?:\.[^.]+)?(?:\.weight)?)|(?P<lora_bias>lora_B(?:\.[^.]+)?\.bias)|"
+    r"(?P<bias>(?:base_layer\.)?bias)|(?P<ia3>ia3_l(?:\.[^.]+)?))"
+)
+# Of the kinds whose update of a weight is a product of them, see `products.py`.
+_FACTOR_NAME = re.compile(
+    rf"{BEGINNING}{LAYER}(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*?)\."
+    r"(?P<factor>vera_lambda_[bd]|hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)(?:\.[^.]+)?"
+)
 _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes such tensors
-    ("lora_magnitude_vector", "DoRA (use_dora)"),
+    ("lora_magnitude_vector", "DoRA of a module that is none of them (use_dora)"),
     ("lora_embedding_", "embedding LoRA (lora_embedding_A, lora_embedding_B)"),
     ("modules_to_save", "modules_to_save"),
     ("trainable_tokens", "trainable_token_indices"),
@@ -183,15 +217,16 @@ _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes suc
     ("lora_B.bias", "lora_bias"),
     ("embed_tokens", "trained embeddings (save with save_embedding_layers=False)"),
     ("lm_head", "a trained lm_head"),
-    (".bias", "trained biases (bias)"),
+    (".bias", "a trained bias of what is no linear (bias)"),
 )
 
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """The content of an adapter_config.json of plain LoRA. Patterns keep the file's order: the first match counts."""
+    """The content of an adapter_config.json. Patterns keep the file's order: the first match counts."""
 
-    r: int
+    kind: str  # of KINDS
+    r: int  # 0: the kind has none
     lora_alpha: float
     use_rslora: bool
     target_modules: str | tuple[str, ...]
@@ -201,22 +236,32 @@ class LoraConfig:
     layers_pattern: tuple[str, ...]  # empty: any
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    use_dora: bool = False
+    lora_bias: bool = False
+    has_biases: bool = False  # the file has trained biases of the base
     num_blocks: int = 1  # of matrices that are block-diagonal (BD-LoRA)
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA; empty: it is a plain one
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
     def scaling(self, rank: int, alpha: float) -> float:
+        if self.kind in (IA3, VERA):
+            return 1.0
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def parse_config(data: bytes) -> LoraConfig:
-    """The config in `data`. Raises AdapterInvalid, which names the key, for everything but plain LoRA."""
+    """The config in `data`. Raises AdapterInvalid, which names the key, for everything that is not computed."""
     config = parse_object(data, CONFIG_FILE)
     unknown = refuse_fields(config)
+    kind = config["peft_type"]
+    config = {key: value for key, value in config.items() if key in KINDS[kind]}
+    alpha_key = "alpha" if kind in (LOHA, LOKR) else "lora_alpha"
+    _refuse_together(config)
     layers = config.get("layers_to_transform")
     return LoraConfig(
-        r=_rank(config.get("r"), "r"),
-        lora_alpha=_alpha(config.get("lora_alpha", 8), "lora_alpha"),
+        kind=kind,
+        r=0 if kind == IA3 else _rank(config.get("r"), "r"),
+        lora_alpha=_alpha(config.get(alpha_key, 8), alpha_key),
         use_rslora=_flag(config, "use_rslora"),
         target_modules=_names(config, "target_modules"),
         target_parameters=_parameters(config),
@@ -229,10 +274,27 @@ def parse_config(data: bytes) -> LoraConfig:
         alpha_pattern={
             key: _alpha(alpha, f"alpha_pattern[{quote(key)}]") for key, alpha in _pattern(config, "alpha_pattern")
         },
+        use_dora=_flag(config, "use_dora"),
+        lora_bias=_flag(config, "lora_bias"),
+        has_biases=_has_biases(config),
         num_blocks=_num_blocks(config.get("use_bdlora")),
         invocation_token_ids=_invocation(config.get("alora_invocation_tokens")),
         unknown=unknown,
     )
+
+
+def _refuse_together(config: Mapping[str, Any]) -> None:
+    """Raises AdapterInvalid for what PEFT computes alone, or not at all, and what would be computed otherwise here."""
+    if _flag(config, "use_dora"):
+        for key in ("lora_bias", "use_bdlora", "alora_invocation_tokens"):
+            if config.get(key):
+                raise AdapterInvalid(f"use_dora and {key} are both set, which PEFT does not compute: set one of them")
+    if _has_biases(config) and config.get("alora_invocation_tokens"):
+        raise AdapterInvalid("bias and alora_invocation_tokens are both set: the base computes without trained biases")
+
+
+def _has_biases(config: Mapping[str, Any]) -> bool:
+    return config.get("bias") not in (None, "none")
 
 
 def named_base(data: bytes) -> str:
@@ -271,6 +333,26 @@ def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) 
     if match is None or match["path"] not in modules:
         return None
     return int(match["layer"]), modules[match["path"]], match["letter"]
+
+
+def parse_vector_name(name: str, modules: Mapping[str, str]) -> tuple[int, str, str] | None:
+    """(layer, module, kind) of a vector of a linear's outputs; None: the name is of none. `modules`: by their path.
+
+    Kinds are the `magnitude` of DoRA, `lora_bias`, a trained `bias` of the base, and `ia3`.
+    """
+    match = _VECTOR_NAME.fullmatch(name)
+    if match is None or match["path"] not in modules:
+        return None
+    assert match.lastgroup is not None, "one of the kinds is there"
+    return int(match["layer"]), modules[match["path"]], match.lastgroup
+
+
+def parse_factor_name(name: str, modules: Mapping[str, str]) -> tuple[int, str, str] | None:
+    """(layer, module, PEFT's name) of a vector of VeRA or a factor of LoHa or LoKr; None: the name is of none."""
+    match = _FACTOR_NAME.fullmatch(name)
+    if match is None or match["path"] not in modules:
+        return None
+    return int(match["layer"]), modules[match["path"]], match["factor"]
 
 
 def unwrapped(name: str) -> str:

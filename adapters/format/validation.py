@@ -1,4 +1,4 @@
-"""Checks that an upload is a plain LoRA that fits the base. Only JSON and safetensors are read, never pickle."""
+"""Checks that an upload is an adapter that fits the base. Only JSON and safetensors are read, never pickle."""
 
 from __future__ import annotations
 
@@ -20,22 +20,32 @@ from ..adapter import (
     family_of_module,
 )
 from ..errors import AdapterInvalid, listed, quote
+from .base_weights import BaseWeights
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
+from .output_vectors import check_vectors, outputs_of, scaled_modules, source_digest
 from .peft import (
     BEGINNING,
     ENDING,
+    IA3,
     LAYER,
+    LOHA,
+    LOKR,
+    LORA,
     TENSORS_FILE,
     TEXT_PREFIX,
+    VERA,
     LoraConfig,
     foreign_feature,
     is_of_training,
     is_of_vision,
     module_prefix,
     parse_config,
+    parse_factor_name,
     parse_tensor_name,
+    parse_vector_name,
     unwrapped,
 )
+from .products import SHARED, ProductMatrices, check_product, expected_tensors
 from .targets import (
     PatternTime,
     Target,
@@ -245,13 +255,15 @@ def validate(
     tensors: Path,
     shape: BaseShape,
     check_ranks: Callable[[Mapping[str, int]], None] = lambda module_ranks: None,
+    base: BaseWeights | None = None,
 ) -> AdapterContent:
     """Checks and returns the adapter in the two files. Its tensors stay memory-mapped from the file `tensors`.
 
     `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
     is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
     base and are finite. Of a base that takes pictures too, LoRA of what reads them is left out: after training on text
-    alone its B is 0; where it is not, the content's `left_out` says so.
+    alone its B is 0; where it is not, the content's `left_out` says so. `base`: whose weights decide what DoRA and
+    trained biases compute; without it these are refused.
     """
     parsed = parse_config(config)
     time = PatternTime()
@@ -268,25 +280,50 @@ def validate(
     fused_names = match_fused_names(
         [name for name in of_text if parse_fused_name(name) is not None], parameters, shape, prefix
     )
-    names = _match_names([name for name in of_text if parse_fused_name(name) is None], targets, shape, prefix)
+    vectors = _match_vectors(of_text, shape)
+    vector_shapes = {key: file.entries[name].shape for key, name in vectors.items()}
+    if parameters and (parsed.use_dora or parsed.lora_bias):
+        raise AdapterInvalid("target_parameters have no DoRA and no lora_bias in PEFT: name linears in target_modules")
+    check_vectors(vectors, vector_shapes, parsed, targets, shape)
+    factors: dict[tuple[int, str], dict[str, str]] = {}  # names in the file by PEFT's, where LoRA is a product
+    if parsed.kind in (VERA, LOHA, LOKR):
+        factors = _match_factors(of_text, targets, parsed.kind, shape)
+        ranks = _product_ranks(factors, targets, parsed.kind, file, shape)
+        targets = {key: replace(target, rank=ranks[key]) for key, target in targets.items()}
+    is_lora = parsed.kind == LORA
+    matched = {*vectors.values(), *(name for each in factors.values() for name in each.values())}
+    matched.update(filter(parse_fused_name, of_text))
+    matrix_names = [name for name in of_text if name not in matched]
+    names = _match_names(matrix_names, targets if is_lora else {}, shape, prefix)
     for key, name in names.items():
         _check_shape(name, key, file.entries[name].shape, targets, shape, parsed.num_blocks)
     for key, name in fused_names.items():
         check_fused_shape(name, key, file.entries[name].shape, parameters[key[:2]], shape)
     num_experts = 0 if shape.experts is None else shape.experts.num_experts
-    check_ranks(ranks_over_layers(_ranks(targets, parameters, shape), num_experts))
+    scaled = {module for _, module in scaled_modules(vector_shapes, shape)}
+    ranks_of_parts = _ranks({} if parsed.kind == IA3 else targets, parameters, shape)
+    check_ranks(ranks_over_layers(ranks_of_parts, num_experts, scaled))
     left_out = _vision_problem(file, of_vision)
     arrays = {key: _whole(_finite(file, name), _expected(key, targets, shape)) for key, name in names.items()}
     found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
-    matrices: dict[tuple[int, str], LoraMatrices] = {}
-    for (layer, module), target in targets.items():
-        a, b, start = arrays[layer, module, "A"], arrays[layer, module, "B"], 0
+    vector_arrays = {key: _finite(file, name) for key, name in vectors.items()}
+    loras = {
+        key: LoraMatrices(arrays[*key, "A"], arrays[*key, "B"], target.scaling)
+        for key, target in targets.items()
+        if is_lora
+    }
+    outputs = outputs_of(vector_arrays, loras, shape, base)
+    wholes: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {**loras}
+    wholes |= _products(factors, targets, parsed.kind, file, shape)
+    matrices: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {}
+    for (layer, module), whole in wholes.items():
         if layer == OUTER:
-            matrices |= _by_layer(module, a, b, target, shape)
+            matrices |= _by_layer(module, whole, shape)
             continue
+        start = 0
         for part in shape.fused.get(module, (module,)):  # modules that are one share A, and each has its rows of B
             stop = start + _sides_of(shape, layer, part)[1]
-            matrices[layer, part] = LoraMatrices(a, b[start:stop], target.scaling)
+            matrices[layer, part] = whole.outputs(start, stop)
             start = stop
     for (layer, name), target in parameters.items():
         matrices |= split_experts(
@@ -296,17 +333,101 @@ def validate(
     warnings = () if shape.is_wrapped else _unmatched(parsed, trained, prefix)
     warnings += parsed.unknown.warnings
     return AdapterContent(
-        matrices, num_experts, left_out, parsed.unknown.problem, warnings, parsed.invocation_token_ids
+        matrices,
+        num_experts,
+        left_out,
+        parsed.unknown.problem,
+        warnings,
+        parsed.invocation_token_ids,
+        outputs,
+        source_digest(vector_arrays),
     )
 
 
 def _by_layer(
-    module: str, a: Tensor, b: Tensor, target: Target, shape: BaseShape
-) -> dict[tuple[int, str], LoraMatrices]:
+    module: str, whole: LoraMatrices | ProductMatrices, shape: BaseShape
+) -> dict[tuple[int, str], LoraMatrices | ProductMatrices]:
     """Each layer's part of a module outside of the layers: they share A, and each has its rows of B."""
     num_out = shape.modules[module][1]
-    parts = (b[layer * num_out : (layer + 1) * num_out] for layer in range(shape.num_layers))
-    return {(layer, module): LoraMatrices(a, part, target.scaling) for layer, part in enumerate(parts)}
+    return {(layer, module): whole.outputs(layer * num_out, (layer + 1) * num_out) for layer in range(shape.num_layers)}
+
+
+def _match_factors(
+    tensor_names: Iterable[str], targets: Mapping[tuple[int, str], Target], kind: str, shape: BaseShape
+) -> dict[tuple[int, str], dict[str, str]]:
+    """The file's name for each tensor of each target, by PEFT's name, those that all share included.
+
+    Raises AdapterInvalid for missing, extra and doubled ones.
+    """
+    factors: dict[tuple[int, str], dict[str, str]] = {key: {} for key in targets}
+    shared: dict[str, str] = {}
+    for name in tensor_names:
+        for of_all, shared_name in SHARED.items() if kind == VERA else ():
+            if name == shared_name or name.startswith(f"{shared_name}."):
+                shared[of_all] = name
+        key = parse_factor_name(name, shape.modules_by_path)
+        if key is None:
+            continue
+        layer, module, factor = key
+        names = factors.get((layer, module), {})
+        if (layer, module) not in targets or factor not in expected_tensors(kind, {factor, *names}):
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds {quote(name, 160)}, which adapter_config.json (peft_type {kind}) does not target"
+            )
+        if names.setdefault(factor, name) != name:
+            raise AdapterInvalid(f"{TENSORS_FILE} holds a tensor twice: as {names[factor]} and as {quote(name, 160)}")
+    if kind == VERA and len(shared) < len(SHARED):
+        raise AdapterInvalid(
+            f"{TENSORS_FILE} lacks {' or '.join(SHARED.values())}, which all modules share: train and save it with "
+            "save_projection=True"
+        )
+    missing = list[str]()
+    for (layer, module), names in factors.items():
+        path = shape.path(module)
+        if family_of_module(module) in EXPERT_MODULES:
+            raise AdapterInvalid(f"peft_type {kind} of {path} is not supported: of experts LORA is")
+        lacking = [factor for factor in expected_tensors(kind, names) if factor not in names]
+        missing += [f"layers.{layer}.{path}.{factor}" for factor in lacking]
+        names |= shared
+    if missing:
+        raise AdapterInvalid(f"{TENSORS_FILE} lacks tensors that adapter_config.json targets: {listed(missing)}")
+    return factors
+
+
+def _product_ranks(
+    factors: Mapping[tuple[int, str], Mapping[str, str]],
+    targets: Mapping[tuple[int, str], Target],
+    kind: str,
+    file: TensorFile,
+    shape: BaseShape,
+) -> dict[tuple[int, str], int]:
+    """The rank of each target as LoRA. Raises AdapterInvalid for tensors that do not fit."""
+    ranks = {}
+    for (layer, module), names in factors.items():
+        shapes = {key: file.entries[name].shape for key, name in names.items()}
+        where = f"layers.{layer}.{shape.path(module)}"
+        sides = _sides_of(shape, layer, module)
+        ranks[layer, module] = check_product(kind, shapes, where, targets[layer, module].rank, *sides)
+    return ranks
+
+
+def _products(
+    factors: Mapping[tuple[int, str], Mapping[str, str]],
+    targets: Mapping[tuple[int, str], Target],
+    kind: str,
+    file: TensorFile,
+    shape: BaseShape,
+) -> dict[tuple[int, str], ProductMatrices]:
+    arrays = {name: _finite(file, name) for name in {name for names in factors.values() for name in names.values()}}
+    return {
+        key: ProductMatrices(
+            kind,
+            {factor: arrays[name] for factor, name in names.items()},
+            *_sides_of(shape, *key),
+            targets[key].scaling,
+        )
+        for key, names in factors.items()
+    }
 
 
 def _as_trained(shape: BaseShape, tensor_names: Iterable[str]) -> BaseShape:
@@ -418,6 +539,18 @@ def _match_names(
     return names
 
 
+def _match_vectors(tensor_names: Iterable[str], shape: BaseShape) -> dict[_Key, str]:
+    """The file's name for each vector of outputs. Raises AdapterInvalid for a vector that is there twice."""
+    names: dict[_Key, str] = {}
+    for name in tensor_names:
+        key = parse_vector_name(name, shape.modules_by_path)
+        if key is not None and names.setdefault(key, name) != name:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds a vector twice: as {quote(names[key], 160)} and as {quote(name, 160)}"
+            )
+    return names
+
+
 def _begins(name: str, prefix: str) -> bool:
     """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
     parts = ("layers.", *(f"{module}." for module in OUTER_MODULES))
@@ -435,7 +568,7 @@ def _refuse_tensor(name: str, shape: BaseShape, prefix: str) -> None:
     if feature is not None:
         raise AdapterInvalid(
             f"{TENSORS_FILE} holds {quote(name, 160)}: {feature} is not supported, "
-            f"only plain LoRA of {', '.join(shape.target_names)} is"
+            f"only LoRA of {', '.join(shape.target_names)} is"
         )
     raise AdapterInvalid(
         f"{TENSORS_FILE} holds {quote(name, 160)}, which is not a LoRA matrix of this base: names like "

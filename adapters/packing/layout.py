@@ -1,11 +1,12 @@
 """Where an adapter's matrices lie in the pages of the unified pool.
 
 Per layer an adapter is one virtual array: for each present module, A `[rank, in]` then B transposed `[rank, out]`,
-row after row. The array is cut into slabs of `slab` elements; slab i of every layer lies in the adapter's i-th page, a
-block `[num_layers, slab]`. Therefore one page table and one table of offsets are valid for all layers. A module whose
-rank differs between layers is padded with zero rows to its largest rank. Each expert has its own offsets and rank, and
-an expert without LoRA takes no room. One paged pool for KV and adapters is S-LoRA's idea (arXiv 2311.03285, §5.1);
-because pages are plain bytes, it works with grouped-query attention, too.
+row after row, then two vectors `[2, out]` if it scales and shifts the module's outputs. The array is cut into slabs of
+`slab` elements; slab i of every layer lies in the adapter's i-th page, a block `[num_layers, slab]`. Therefore one page
+table and one table of offsets are valid for all layers. A module whose rank differs between layers is padded with zero
+rows to its largest rank. Each expert has its own offsets and rank, and an expert without LoRA takes no room. One paged
+pool for KV and adapters is S-LoRA's idea (arXiv 2311.03285, §5.1); because pages are plain bytes, it works with
+grouped-query attention, too.
 
 In a gang each worker packs its own part (`sharding.py`). All parts have the same length, so that an adapter has the
 same page ids on all workers.
@@ -21,7 +22,7 @@ from math import gcd
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from ..adapter import ROUTER, WHOLE_MODULES, BaseShape, family_of_module, named_experts
+from ..adapter import NUM_OUTPUT_VECTORS, OUTPUTS, ROUTER, WHOLE_MODULES, BaseShape, family_of_module, named_experts
 
 # How the modules of a base are cut into parts for the workers of a gang, and every adapter with them.
 #
@@ -64,6 +65,7 @@ class ModuleOffsets(NamedTuple):
     rank: int
     a: int  # A [rank, in]
     b: int  # B transposed [rank, out]
+    outputs: int | None = None  # gains, then shifts of the outputs [2, out]; None: there are none
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ class AdapterLayout:
         """
         ranks: dict[str, int] = {}
         for entry, rank in module_ranks.items():
+            if entry.endswith(OUTPUTS):
+                continue
             experts = named_experts(entry)
             ranks |= {entry: rank} if experts is None else {_member(entry, expert): rank for expert in experts}
         starts, _ = self._places(self._sizes(module_ranks))
@@ -155,11 +159,13 @@ class AdapterLayout:
         for entry, start in starts.items():
             source = self.shape.source(entry)
             a_width, b_width = self.part(entry).widths
+            has_outputs = f"{source}{OUTPUTS}" in module_ranks
             for module in self.shape.members(entry):
                 rank = ranks.get(source if module == entry else module) or ranks.get(source, 0)
-                if rank:
-                    offsets[module] = ModuleOffsets(rank, start, start + rank * a_width)
-                    start += rank * (a_width + b_width)
+                end = start + rank * (a_width + b_width)
+                if rank or has_outputs:
+                    offsets[module] = ModuleOffsets(rank, start, start + rank * a_width, end if has_outputs else None)
+                start = end + (NUM_OUTPUT_VECTORS * b_width if has_outputs else 0)
         return offsets
 
     def num_elements(self, module_ranks: Mapping[str, int]) -> int:
@@ -169,17 +175,25 @@ class AdapterLayout:
     def _sizes(self, module_ranks: Mapping[str, int]) -> dict[str, int]:
         """Elements that the entries of the base's modules take."""
         sums: dict[str, int] = {}  # of the ranks, by module as adapters know it
+        vectors: dict[str, int] = {}  # of outputs
         for entry, rank in module_ranks.items():
+            if entry.endswith(OUTPUTS):
+                vectors[entry.removesuffix(OUTPUTS)] = rank
+                continue
             experts = named_experts(entry)
             module = entry if experts is None else family_of_module(entry)
             sums[module] = sums.get(module, 0) + rank * (self.shape.count(module) if experts is None else len(experts))
-        return {entry: sums[source] * width for entry, source, width in self._rows if source in sums}
+        return {
+            entry: sums.get(source, 0) * (a_width + b_width) + vectors.get(source, 0) * b_width
+            for entry, source, (a_width, b_width) in self._rows
+            if source in sums or source in vectors
+        }
 
     @cached_property
-    def _rows(self) -> tuple[tuple[str, str, int], ...]:
-        """Of each entry of the base's modules: its source, and elements of a row of A and a row of B together."""
+    def _rows(self) -> tuple[tuple[str, str, tuple[int, int]], ...]:
+        """Of each entry of the base's modules: its source, and elements of a row of A and of a row of B."""
         shape = self.shape
-        return tuple((entry, shape.source(entry), sum(self.part(entry).widths)) for entry in shape.modules)
+        return tuple((entry, shape.source(entry), self.part(entry).widths) for entry in shape.modules)
 
     def _places(self, sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:
         """Where each entry starts, behind those before it that some layer has too, and where the last one ends."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..adapter import BaseShape, family_of_module
+from ..adapter import NUM_OUTPUT_VECTORS, BaseShape, family_of_module
 from ..errors import AdapterInvalid
-from ..format.content import AdapterContent, LoraMatrices
+from ..format.content import AdapterContent, LoraMatrices, OutputVectors
+from ..format.products import ProductMatrices
 from ..format.tensor_file import BFLOAT16, Tensor, is_finite
 from .layout import AdapterLayout, ModuleOffsets, ModulePart
 
@@ -25,9 +26,10 @@ class _Placed:
     layers: Collection[int]
     part: ModulePart
     at: ModuleOffsets
-    end: int  # of its B
+    end: int  # of its B, and of the vectors of its outputs
     outputs: Tensor | None  # which outputs its rows are, in order; None: those of `part`
-    scales: Tensor | None = None  # what its rows are multiplied by; None: nothing
+    scales: Tensor | None  # what its rows are multiplied by; None: nothing
+    shifts: bool  # it is not a partial sum whose shift another worker adds
 
 
 def pack(content: AdapterContent, layout: AdapterLayout) -> Tensor:
@@ -59,9 +61,12 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
         for layer in range(layout.shape.num_layers):
             array = np.zeros((last - first) * slab, chunk.dtype)
             for each in overlapping:
-                lora = content.matrices.get((layer, each.name))
-                if lora is not None and layer in each.layers:
+                if layer not in each.layers:
+                    continue
+                if (lora := content.matrices.get((layer, each.name))) is not None:
                     _fill(array, first * slab, lora, each)
+                if (vectors := content.outputs.get((layer, each.name))) is not None:
+                    _fill_outputs(array, first * slab, vectors, each)
             if not is_finite(array):
                 raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
             chunk[:, layer] = array.reshape(last - first, slab)
@@ -74,30 +79,43 @@ def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]
         part = layout.part(module)
         order = layout.output_order(module)
         outputs = None if order is None else np.array(order, np.intp)
-        end = at.b + at.rank * part.widths[1]
+        end = at.b + (at.rank + (0 if at.outputs is None else NUM_OUTPUT_VECTORS)) * part.widths[1]
         runs, scales = layout.shape.output_scales.get(module), None
         if runs is not None:
             factors = np.repeat([factor for _, factor in runs], [count for count, _ in runs]).astype(np.float32)
             scales = factors[slice(*part.outputs[0]) if outputs is None else outputs]
-        yield _Placed(layout.shape.source(name), layout.shape.layers_of(module), part, at, end, outputs, scales)
+        sharding = layout.sharding
+        shifts = sharding is None or sharding.rank == 0 or module not in sharding.inputs
+        layers = layout.shape.layers_of(module)
+        yield _Placed(layout.shape.source(name), layers, part, at, end, outputs, scales, shifts)
 
 
-def _fill(array: Tensor, start: int, lora: LoraMatrices, placed: _Placed) -> None:
+def _fill(array: Tensor, start: int, lora: LoraMatrices | ProductMatrices, placed: _Placed) -> None:
     """Packs the rows of A and B that lie in `array`, the elements from `start` on of a layer's virtual array."""
     part, at = placed.part, placed.at
-    rank, (a_width, b_width) = len(lora.a), part.widths
+    rank, (a_width, b_width) = lora.rank, part.widths
     with np.errstate(over="ignore"):  # overflows are checked afterwards
         rows = _rows_within(at.a - start, a_width, rank, len(array))
-        a = lora.a[rows, slice(*part.inputs)].astype(array.dtype)
+        a = lora.rows_of_a(rows, slice(*part.inputs)).astype(array.dtype)
         _copy_within(array, at.a - start + rows.start * a_width, a)
         rows = _rows_within(at.b - start, b_width, rank, len(array))
         outputs = slice(*part.outputs[0]) if placed.outputs is None else placed.outputs
-        b = lora.b[outputs, rows].astype(np.float32)
+        b = lora.columns_of_b(outputs, rows).astype(np.float32)
         b *= np.float32(lora.scaling)
         if placed.scales is not None:
             b *= placed.scales[:, None]
         b = np.pad(b, ((0, part.padding), (0, 0))) if part.padding else b
         _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]
+
+
+def _fill_outputs(array: Tensor, start: int, vectors: OutputVectors, placed: _Placed) -> None:
+    """Packs what of the vectors lies in `array`, as `_fill`."""
+    assert placed.at.outputs is not None, "the layout has room for what the adapter has"
+    outputs = slice(*placed.part.outputs[0]) if placed.outputs is None else placed.outputs
+    gain, shift = vectors.gain[outputs], vectors.shift[outputs]
+    with np.errstate(over="ignore"):
+        rows = np.stack([gain, shift if placed.shifts else np.zeros_like(shift)]).astype(array.dtype)
+    _copy_within(array, placed.at.outputs - start, rows)
 
 
 def _rows_within(at: int, width: int, num_rows: int, length: int) -> slice:
@@ -116,8 +134,13 @@ def _copy_within(array: Tensor, at: int, rows: Tensor) -> None:
 def _check_fit(content: AdapterContent, shape: BaseShape) -> None:
     for (layer, module), lora in content.matrices.items():
         sides = shape.sides(layer, module)
-        if sides != (lora.a.shape[1], lora.b.shape[0]):
+        if sides != lora.sides:
+            num_in, num_out = lora.sides
             raise AdapterInvalid(
-                f"{module} of layer {layer} with {lora.a.shape[1]} inputs and {lora.b.shape[0]} outputs does not fit "
-                f"the base: it has {shape.num_layers} layers, and {sides} there"
+                f"{module} of layer {layer} with {num_in} inputs and {num_out} outputs does not fit the base: it has "
+                f"{shape.num_layers} layers, and {sides} there"
             )
+    for (layer, module), vectors in content.outputs.items():
+        sides = shape.sides(layer, module)
+        if sides is None or (sides[1],) != vectors.gain.shape:
+            raise AdapterInvalid(f"{module} of layer {layer} has not {len(vectors.gain)} outputs in this base: {sides}")

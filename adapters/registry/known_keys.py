@@ -223,6 +223,10 @@ class KnownKeys:
         record = self._tenants.get(name)
         return self.num_keys_of(name) > 0 or (record is not None and not record.is_gone)
 
+    def tenants(self) -> Iterator[TenantRecord]:
+        """The records, in no order; a tenant that has only keys has none."""
+        yield from self._tenants.values()
+
     def tenant_names(self) -> Iterator[str]:
         """The names of all existing tenants, in no order."""
         yield from (name for name, owner in self._owners.items() if owner.ids)

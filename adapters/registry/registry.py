@@ -38,6 +38,7 @@ from .registry_keys import (
     LAYOUT,
     NAMES,
     PINS,
+    POSITIONS,
     STREAM_KEY,
     SWEEP,
     TENANTS,
@@ -69,6 +70,7 @@ class DigestSet:
         return len(self._beginnings)
 
 
+_POSITIONS_KEPT_S = "3600"
 _SCAN_SIZE = 100  # records that are decoded at once, in the event loop of a router that serves
 _KEYS_SIZE = 5_000  # keys that are changed at once; each change looks at all marks of launches, and so they are many
 LAYOUT_NUMBER = 1  # of registry_keys.py; a release that changes it reads the one before
@@ -352,6 +354,17 @@ class Registry:
         """The number of events so far, which is the number of the newest one."""
         async with self._bounded():
             return int(await self._command("GET", EVENT_NUMBER) or 0)
+
+    async def note_position(self, router: str, event_number: int) -> None:
+        """This router has applied all events up to this one."""
+        async with self._bounded():
+            await self._command("ZADD", POSITIONS, str(event_number), router)
+            await self._command("EXPIRE", POSITIONS, _POSITIONS_KEPT_S)
+
+    async def num_routers_at(self, event_number: int) -> int:
+        """How many routers have applied all events up to this one."""
+        async with self._bounded():
+            return int(await self._command("ZCOUNT", POSITIONS, str(event_number), "+inf"))
 
     async def _scan(self, key: str) -> AsyncIterator[Sequence[tuple[str, str]]]:
         cursor = "0"

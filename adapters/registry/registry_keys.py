@@ -48,6 +48,7 @@ BASE = PREFIX + "base"  # fingerprint and name of the base that all adapters bel
 EVENT_NUMBER = PREFIX + "event_number"  # number of events so far
 STREAM_KEY = PREFIX + "stream_key"  # hex: with which routers seal the ids of events
 SWEEP = PREFIX + "sweep:"  # + id of a store: the sweep that holds this store, as a string that expires
+POSITIONS = PREFIX + "positions"  # sorted set that expires: routers by the number of the last event that they applied
 EVENTS = PREFIX + "events"  # stream of (number, kind, field, value), see events.py
 CANARY_COUNTS = PREFIX + "canary:"  # + trial: hash of counts, by "arm what", and "of": tenant/name
 CANARY_STICKY = PREFIX + "canary_sticky:"  # + trial: hash: what counted, by "arm kind" and by "arm kind sticky key"

@@ -7,11 +7,12 @@ import logging
 import random
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from hashlib import sha256
 
 from ..adapter import AdapterVersion
 from ..ended_tasks import end_tasks
-from ..errors import RegistryUnavailable
+from ..errors import RegistryFull, RegistryUnavailable
 from ..names import PLAIN_SIGHT, Sight
 from .events import AdapterDeleted, AdapterSet, KeySet, RegistryEvent, TenantSet, UserDeleted, decode_key, decode_tenant
 from .kept_adapters import KeptAdapters, Name
@@ -127,6 +128,8 @@ def _newest(adapter: AdapterVersion | None, events: Sequence[AdapterSet | Adapte
 CAPACITY = 65_536  # adapters: some 40 MB
 _LOOKUP_S = 1.0
 _CATCH_UP_S = 1.0
+_SPREAD_S = 1.0  # for other routers to have an event
+_SPREAD_LOOK_S = 0.003
 _WAIT_S = 1.0  # for events; less than the client's socket timeout
 _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 2.0
@@ -158,6 +161,9 @@ class RegistryView:
         self._applied_meanwhile: list[RegistryEvent] | None = None  # a list while it loads
         self._connected = False
         self.on_outdated: Callable[[str], None] = lambda digest: None  # gets digests that a name no longer points to
+        self.num_routers: Callable[[], int] = lambda: 1  # of this motet, this one included
+        self._name = secrets.token_hex(8)  # among them
+        self.on_tenant: Callable[[TenantRecord], None] = lambda tenant: None  # gets a tenant's record that may be new
         self._filler: asyncio.Task[None] | None = None
         self.is_unreachable = False  # the registry has not answered when it was last asked for events
         self._may_resume = False  # whether to go on after the last event that was read
@@ -262,6 +268,20 @@ class RegistryView:
             except TimeoutError as error:
                 raise RegistryUnavailable("this router's copy of the registry is behind: try again") from error
 
+    async def spread(self) -> None:
+        """Returns when all routers have every change that was made before the call, so that no later request misses it.
+
+        It waits no longer than a second for a router that hangs or has lost the registry, and raises nothing: the
+        changes are made.
+        """
+        if self.num_routers() < 2:
+            return
+        with suppress(RegistryUnavailable, TimeoutError):
+            async with asyncio.timeout(_SPREAD_S):
+                goal = await self._registry.num_events()
+                while await self._registry.num_routers_at(goal) < self.num_routers():  # noqa: ASYNC110
+                    await asyncio.sleep(_SPREAD_LOOK_S)
+
     @property
     def stream_keys(self) -> tuple[bytes, ...]:
         """Secrets with which routers seal event ids: the current one, then the one before Redis last lost its data."""
@@ -275,6 +295,8 @@ class RegistryView:
         outdated = _apply(event, self._names, self._keys)
         if outdated is not None:
             self.on_outdated(outdated)
+        if isinstance(event, TenantSet):
+            self.on_tenant(event.tenant)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant is broken."""
@@ -337,6 +359,8 @@ class RegistryView:
         self.pins.replace({name: pin for name, pin in pins.items() if pin is not None})
         self._event_id, self._event_number = event_id, number
         self._filler = self._refill()
+        for tenant in keys.tenants():
+            self.on_tenant(tenant)
 
     def _refill(self) -> asyncio.Task[None] | None:
         """Adds all other adapters, while requests are served already, if there is room for them."""
@@ -419,6 +443,9 @@ class RegistryView:
     async def _notify_advanced(self) -> None:
         async with self._advanced:
             self._advanced.notify_all()
+        if self.num_routers() > 1:
+            with suppress(RegistryFull):  # others wait for it in vain, a second
+                await self._registry.note_position(self._name, self._event_number)
 
     def _enter_outage(self, message: str, error: Exception) -> None:
         if self._connected:  # once per outage

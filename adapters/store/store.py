@@ -8,8 +8,8 @@ root/
 ├── tmp/                     unfinished files
 ├── layouts/                 a file for each layout that adapters are packed for: its time is when it was last used
 └── ab/abcdef…/              first two digits of the digest, then the digest
-    ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names
-    ├── manifest.json               scaling of each module of each layer; how many experts the base has
+    ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names; vectors of outputs, each with a CRC-32
+    ├── manifest.json               scaling of each module of each layer, and of what it is a product; how many experts
     ├── <layout key>.packed         pages, ready to be loaded; can be made again from the two above
     └── unreferenced                its time: when the sweep first found that no name points to the adapter
 ```
@@ -27,24 +27,28 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock, Timer
 from typing import Any
+from zlib import crc32
+
+import numpy as np
 
 from ..adapter import BaseIdentity
 from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
-from ..format.content import AdapterContent, LoraMatrices
+from ..format.content import AdapterContent, LoraMatrices, OutputVectors
 from ..format.own_tokenizer import template_digest
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
+from ..format.products import ProductMatrices
 from ..format.strict_json import parse_object
-from ..format.tensor_file import Tensor, TensorFile, write_tensors
+from ..format.tensor_file import Tensor, TensorFile, tensor_bytes, write_tensors
 from ..packing.layout import AdapterLayout
 from ..packing.packed_file import PackedFileDamaged, PagesPart, read_packed, read_packed_part, write_packed
 from ..packing.packing import pack, packed_chunks
-from .durable_file import make_folder, replacing, sync_folder
+from .durable_file import make_folder, replacing, replacing_all, sync_folder
 
 # Which layouts of packed files are still in use.
 
@@ -130,6 +134,10 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MANIFEST_FILE = "manifest.json"
 _NUM_EXPERTS = "num_experts"  # in a manifest, if each expert is packed at its own rank
 _INVOCATION = "invocation_token_ids"
+_OUTPUTS, _NUM_OUTPUTS, _PRODUCTS = "outputs_source", "num_outputs", "products"
+# The vectors of a module's outputs. They follow from the upload and the base, by sums that machines order differently,
+# so that no digest is of them.
+_OUTPUTS_NAME = re.compile(r"(?P<layer>[0-9]+)\.(?P<module>[a-z0-9_.]+)\.outputs\.(?P<crc>[0-9a-f]{8})")
 _MARK_FILE = "unreferenced"
 _PACKED_SUFFIX = ".packed"
 _TEMPLATE_SUFFIX = ".jinja"
@@ -166,30 +174,44 @@ class AdapterStore:
         records say how many pages there are. Raises AdapterInvalid, and stores nothing, if it cannot be packed.
         """
         folder = self._folder(content.digest)
-        with self._lock(fcntl.LOCK_SH), ExitStack() as packed_files:
+        with self._lock(fcntl.LOCK_SH), replacing_all(folder, self._temporary) as files:
             if content.num_experts and not self._packs_by_expert(folder):
                 content = replace(content, num_experts=0)
-            for layout in layouts:
-                file = packed_files.enter_context(replacing(self._packed_path(content.digest, layout), self._temporary))
-                num_pages = layout.num_pages(content.module_ranks)
-                write_packed(file, content.digest, layout, num_pages, packed_chunks(content, layout))
-            make_folder(folder)
-            (folder / _MARK_FILE).unlink(missing_ok=True)
             tensors: dict[str, Tensor] = {}
             scalings: dict[str, str] = {}
+            products: list[dict[str, Any]] = []
+            names: dict[int, str] = {}  # of products' tensors, which several modules may have
             for (layer, module), lora in content.matrices.items():
+                if isinstance(lora, ProductMatrices):
+                    for tensor in lora.tensors.values():
+                        name = names.setdefault(id(tensor), f"product.{len(names)}")
+                        tensors[name] = tensor
+                    products.append(_of_product(layer, module, lora, names))
+                    continue
                 tensors[tensor_name(layer, module, "A")] = lora.a
                 tensors[tensor_name(layer, module, "B")] = lora.b
                 scalings[tensor_name(layer, module, "B")] = lora.scaling.hex()
-            with replacing(folder / TENSORS_FILE, self._temporary) as file:
+            for (layer, module), vectors in content.outputs.items():
+                both = np.stack([vectors.gain, vectors.shift])
+                tensors[f"{layer}.{module}.outputs.{crc32(tensor_bytes(both)):08x}"] = both
+            with files.write(TENSORS_FILE) as file:
                 write_tensors(file, tensors)
             manifest: dict[str, Any] = {"format": 1, "digest": content.digest, "scalings": scalings}
             if content.num_experts:
                 manifest[_NUM_EXPERTS] = content.num_experts
+            if products:
+                manifest[_PRODUCTS] = products
+            if content.outputs:
+                manifest |= {_OUTPUTS: content.outputs_source, _NUM_OUTPUTS: len(content.outputs)}
             if content.invocation_token_ids:
                 manifest[_INVOCATION] = content.invocation_token_ids
-            with replacing(folder / _MANIFEST_FILE, self._temporary) as file:
+            with files.write(_MANIFEST_FILE) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
+            for layout in layouts:  # a packed file has a checksum, and is made again from the others if it is damaged
+                with files.write(_packed_name(layout), durable=False) as file:
+                    num_pages = layout.num_pages(content.module_ranks)
+                    write_packed(file, content.digest, layout, num_pages, packed_chunks(content, layout))
+            (folder / _MARK_FILE).unlink(missing_ok=True)
         return content
 
     def put_template(self, digest: str, template: str) -> str:
@@ -414,7 +436,7 @@ class AdapterStore:
         return self._folder(digest) / f"{own_digest}{_TEMPLATE_SUFFIX}"
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
-        return self._folder(digest) / f"{layout.key}{_PACKED_SUFFIX}"
+        return self._folder(digest) / _packed_name(layout)
 
     @contextmanager
     def _lock(self, kind: int) -> Iterator[None]:
@@ -424,6 +446,10 @@ class AdapterStore:
             yield
         finally:
             os.close(handle)
+
+
+def _packed_name(layout: AdapterLayout) -> str:
+    return f"{layout.key}{_PACKED_SUFFIX}"
 
 
 def _is_damage(error: OSError) -> bool:
@@ -436,8 +462,31 @@ def _unavailable(error: OSError) -> StoreUnavailable:
     return StoreUnavailable(f"the store of adapters cannot be read: {error.strerror or 'I/O error'}; try again later")
 
 
+def _of_product(layer: int, module: str, product: ProductMatrices, names: Mapping[int, str]) -> dict[str, Any]:
+    """What a manifest says of it. `names`: of its tensors in the file, by their `id`."""
+    return {
+        "layer": layer,
+        "module": module,
+        "kind": product.kind,
+        "tensors": {key: names[id(tensor)] for key, tensor in product.tensors.items()},
+        "sides": product.sides,
+        "first_output": product.first_output,
+        "scaling": product.scaling.hex(),
+    }
+
+
 def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:
-    matrices = {}
+    matrices: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {}
+    shared = {name: file.tensor(name) for name in file.entries if name.startswith("product.")}
+    for facts in manifest.get(_PRODUCTS, ()):
+        matrices[facts["layer"], facts["module"]] = ProductMatrices(
+            facts["kind"],
+            {key: shared[name] for key, name in facts["tensors"].items()},
+            num_in=facts["sides"][0],
+            num_out=facts["sides"][1],
+            scaling=float.fromhex(facts["scaling"]),
+            first_output=facts["first_output"],
+        )
     for name, scaling in manifest["scalings"].items():
         key = parse_tensor_name(name)
         if key is None:
@@ -449,4 +498,16 @@ def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:
             float.fromhex(scaling),
         )
     num_experts, invocation = int(manifest.get(_NUM_EXPERTS, 0)), tuple(manifest.get(_INVOCATION, ()))
-    return AdapterContent(matrices, num_experts, invocation_token_ids=invocation)
+    source, outputs = manifest.get(_OUTPUTS, ""), dict[tuple[int, str], OutputVectors]()
+    for name in file.entries:
+        match = _OUTPUTS_NAME.fullmatch(name)
+        if match is not None:
+            vectors = file.tensor(name)
+            if f"{crc32(tensor_bytes(vectors)):08x}" != match["crc"]:
+                raise ValueError(f"the checksum of {name!r} does not match")
+            outputs[int(match["layer"]), match["module"]] = OutputVectors(*vectors)
+    if len(outputs) != manifest.get(_NUM_OUTPUTS, 0):
+        raise ValueError(f"{len(outputs)} modules have vectors of outputs, not {manifest.get(_NUM_OUTPUTS, 0)}")
+    return AdapterContent(
+        matrices, num_experts, invocation_token_ids=invocation, outputs=outputs, outputs_source=source
+    )

@@ -95,6 +95,9 @@ OPEN_ROUTES = ("/health", "/ready", "/openapi.json")
 OPEN_PATHS = (*OPEN_ROUTES, *(f"{path}/" for path in OPEN_ROUTES), "/-/healthz", "/-/routes")
 # API keys and tokens of identity providers alike: printable ASCII without spaces.
 CREDENTIAL = "^bearer +[!-~]+$"
+BASIC = "^basic +[!-~]+$"  # a key as the password of a URL
+BROWSERS_HEADERS = ("origin", "sec-fetch-site")  # as a router has them (a test compares them)
+NO_BROWSERS_PASSWORD = "A browser must send your API key in the header Authorization: Bearer YOUR_KEY."
 NETWORK_OF_SOURCE = "ipmask(32,64)"
 _WITH_PORT = r"(([0-9]+\.[0-9.]+):[0-9]+|\[([0-9a-fA-F:.]+)\](:[0-9]+)?) *"  # and the same in brackets without one
 
@@ -212,9 +215,13 @@ def _header_lines() -> list[str]:
 
 
 def _api_key_lines() -> list[str]:
-    """Copies the key from the header of Anthropic's clients to the Authorization header, which all other rules read."""
+    """Makes a bearer of the key in the header of Anthropic's clients, or in a password: all other rules read that."""
     condition = "!{ req.fhdr(authorization) -m found } { req.fhdr(x-api-key) -m reg '^[!-~]+$' } !motet_elsewhere"
+    password = "motet_basic !motet_browser { http_auth_pass -m reg '^[!-~]+$' } !motet_elsewhere"
     return [
+        f"acl motet_basic req.fhdr(authorization) -m reg -i '{BASIC}'",
+        *(f"acl motet_browser req.hdr({name}) -m found" for name in BROWSERS_HEADERS),
+        f"http-request set-header Authorization 'Bearer %[http_auth_pass]' if {password}",
         f"http-request set-header Authorization 'Bearer %[req.fhdr(x-api-key)]' if {condition}",
         "http-request del-header x-api-key if !motet_elsewhere",
     ]
@@ -246,7 +253,11 @@ def _rate_lines(limits: EdgeLimits) -> list[str]:
 
 
 def _keyless_lines() -> list[str]:
-    return refusal_lines("keyless", 401, *HAPROXYS[401], "!motet_credential !motet_elsewhere !motet_open")
+    keyless = "!motet_credential !motet_elsewhere !motet_open"
+    by_browser = refusal_lines(
+        "keyless", 401, "invalid_api_key", NO_BROWSERS_PASSWORD, f"motet_basic motet_browser {keyless}"
+    )
+    return [*by_browser, *refusal_lines("keyless", 401, *HAPROXYS[401], keyless)]
 
 
 def _bound_lines(limits: EdgeLimits) -> list[str]:

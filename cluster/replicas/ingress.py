@@ -46,11 +46,13 @@ from ...router.rest_server import create_app
 from ...router.tenancy.quotas import Quotas
 from ...router.text.model_tokenizer import import_transformers_without_torch
 from ...router.text.text import TextService
+from ...router.training_api import RANK_OF_ADAPTERS
 from ...router.usage.usage import LEDGERS_PART, UsageService
 from ...router.usage.usage_rows import read_prices
 from ...router.versions.canary_book import CanaryBook, CanaryJudge
 from ...workers.models.config import ModelConfig
 from ...workers.models.sharding import layouts_of_gang
+from ...workers.models.stored_tensor import base_tensors
 from ..application.application_config import live_values
 from ..application.model_source import check_model
 from ..application.registration import check_objectives_of, register_router
@@ -159,6 +161,7 @@ class RouterReplica:
         self._registry = Registry(redis)
         await self._start_launch_keeper(parts, redis, secrets, secrets_path)
         view = self._view = RegistryView(self._registry)
+        view.num_routers = lambda: len(self._routers)
         await self._replica_start.until("Redis", view.start)
         parts.push_async_callback(view.stop)
         token = await self._replica_start.until("Redis", partial(shared_token, secrets))
@@ -171,6 +174,7 @@ class RouterReplica:
             layouts=layouts,
             reserved=[config.serving.name],
             limits=UploadLimits(max_tensors_bytes=config.router.max_upload_bytes),
+            base=await asyncio.to_thread(base_tensors, config.model_path, model.shape),
         )
         router = config.router
         text = await asyncio.to_thread(
@@ -213,6 +217,7 @@ class RouterReplica:
             preloads=Preloads(redis),
             pins=pins,
             batches=batches,
+            adapter_pages=layouts[0].num_pages(dict.fromkeys(layouts[0].shape.modules, RANK_OF_ADAPTERS)),
             accountants=[usage.metering],
             more_routes=usage.routes,
         )

@@ -201,8 +201,8 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str,
         Texts("NAMES", "names with commas between them"),
         Setting(
-            "More names of the base that adapters may name, beside --name, the model's folder and `_name_or_path` in "
-            "its config.json.",
+            "More names of the base, beside --name: requests may use them, unless the tenant has an adapter of that "
+            "name, and adapters may name them, as they may the model's folder and `_name_or_path` in its config.json.",
             "live",
             live_in="router",
             unset="none",

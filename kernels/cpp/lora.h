@@ -258,4 +258,33 @@ void add(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, co
     expand(pages, parts, num_parts, between, length, y, y_stride, num_threads);
 }
 
+// y = y * (1 + gain) + shift in place, for all parts: their two vectors lie one after the other at `b`. The contract is
+// ../output_vectors.py.
+template <class T>
+void scale_outputs(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, T* y, int64_t y_stride,
+                   int num_threads) {
+    int64_t num_rows = 0;
+    for (int64_t i = 0; i < num_parts; i++) num_rows += parts[i].end - parts[i].start;
+    share_ranges(num_rows, blocks_of(num_rows, num_threads), num_threads, [&](int64_t first, int64_t last) {
+        static thread_local std::vector<T> spare;
+        int64_t before = 0;  // rows of the parts before
+        for (const LoraPart* part = parts; part != parts + num_parts && before < last; part++) {
+            const int64_t start = part->start + std::max<int64_t>(first - before, 0);
+            const int64_t end = std::min(part->start + last - before, part->end), width = part->num_out;
+            before += part->end - part->start;
+            if (start >= end) continue;
+            T* both = room(spare, 2 * width);
+            const T* gain = pages.row(*part, part->b, width, both);
+            const T* shift = pages.row(*part, part->b + width, width, both + width);
+            for (int64_t row = start; row < end; row++) {
+                T* to = y + row * y_stride + part->column;
+                for (int64_t k = 0; k < width; k += kLanes) {
+                    const Floats value = load(to + k, width - k);
+                    store(to + k, value + value * load(gain + k, width - k) + load(shift + k, width - k), width - k);
+                }
+            }
+        }
+    });
+}
+
 }  // namespace motet

@@ -154,6 +154,8 @@ static_assert(sizeof(StepOperation) == 15 * 8, "as many numbers as ../native/ste
 struct LoraGroup {
     const LoraPart* parts;
     int64_t num_parts, length;  // `length`: elements of the shrunk vectors
+    const LoraPart* outputs;    // whose adapters scale and shift outputs
+    int64_t num_outputs;
 };
 
 struct StepCall {
@@ -168,6 +170,7 @@ struct StepCall {
     int64_t pool_page_stride, pool_layer_stride, slab;
     const int64_t* lora_pages;
     const LoraGroup* lora_groups;  // null: no row has an adapter
+    const int64_t* output_pages;   // of adapters that scale and shift outputs
     int64_t num_expert_segments;
     const ExpertSegment* expert_segments;
     const int64_t* expert_pages;
@@ -350,6 +353,9 @@ class Step {
         const LoraPages<T> pages{(const T*)call.pool + layer * call.pool_layer_stride, call.pool_page_stride, call.slab,
                                  call.lora_pages};
         add(pages, group.parts, group.num_parts, x, num_in, to, num_out, group.length, num_threads);
+        if (group.num_outputs)
+            scale_outputs(LoraPages<T>{pages.layer, pages.page_stride, pages.slab, call.output_pages}, group.outputs,
+                          group.num_outputs, to, num_out, num_threads);
     }
 
     void add_narrow_adapters(const StepOperation& op) const {

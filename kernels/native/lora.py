@@ -1,4 +1,4 @@
-"""LoRA over pages in C++ (`cpp/lora.h`): makes the tables of a batch, checks and passes the arguments."""
+"""LoRA over pages, and vectors of outputs, in C++ (`cpp/lora.h`): tables of a batch, arguments checked and passed."""
 
 from __future__ import annotations
 
@@ -131,3 +131,63 @@ def _make_parts(batch: NativeLoraBatch, modules: tuple[int, ...]) -> _Parts:
                 length += (segment.end - segment.start) * at.a_rows
             column += num_out
     return _Parts(torch.tensor(rows, dtype=torch.int64).view(-1, 11), length)
+
+
+@dataclass
+class NativeOutputBatch:
+    """The tables of a batch's adapters that have vectors of outputs, made once for each group of modules."""
+
+    geometry: LoraGeometry
+    segments: tuple[LoraSegment, ...]
+    pages: torch.Tensor  # int64, of all segments
+    tables: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
+
+    def table(self, modules: tuple[int, ...]) -> torch.Tensor:
+        """`[num_parts, 11]` int64, rows as in `_Parts`: their `b` is where the vectors start."""
+        if modules not in self.tables:
+            rows, first_page = list[tuple[int, ...]](), 0
+            for segment in self.segments:
+                column = 0
+                for module in modules:
+                    at, (num_in, num_out) = segment.adapter.outputs[module], self.geometry.sides[module]
+                    if at is not None:
+                        rows.append((segment.start, segment.end, first_page, 2, 0, 0, at, 0, column, num_in, num_out))
+                    column += num_out
+                first_page += len(segment.adapter.pages)
+            self.tables[modules] = torch.tensor(rows, dtype=torch.int64).view(-1, 11)
+        return self.tables[modules]
+
+
+class NativeOutputs:
+    """`output_vectors.OutputKernels` of one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self._dtype, self._num_threads = dtype, num_threads
+        self._scale = kernel(library, "scale_outputs", "pnnppnpni", dtype)
+
+    def prepare(
+        self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device
+    ) -> NativeOutputBatch | None:
+        having = tuple(segment for segment in segments if segment.adapter.outputs)
+        pages = [page for segment in having for page in segment.adapter.pages]
+        return NativeOutputBatch(geometry, having, torch.tensor(pages, dtype=torch.int64)) if having else None
+
+    def apply(
+        self, y: torch.Tensor, pool: torch.Tensor, layer: int, batch: NativeOutputBatch, modules: tuple[int, ...]
+    ) -> None:
+        table = batch.table(modules)
+        if not len(table):
+            return
+        assert pool.dtype == self._dtype and pool.stride(2) == 1, "slabs are contiguous and of the kernels' dtype"
+        assert y.stride(1) == 1 and y.dtype == self._dtype, "y's rows are contiguous and of the kernels' dtype"
+        self._scale(
+            pool.data_ptr() + layer * pool.stride(1) * pool.element_size(),
+            pool.stride(0),
+            batch.geometry.slab,
+            batch.pages.data_ptr(),
+            table.data_ptr(),
+            len(table),
+            y.data_ptr(),
+            y.stride(0),
+            self._num_threads,
+        )

@@ -46,7 +46,7 @@ from .attention import MOST_DIMS, MOST_GROUPED, HostBatch
 from .build import kernel
 from .experts import PackedExperts
 from .linear import PackedWeight
-from .lora import NativeLoraBatch, parts_of
+from .lora import NativeLoraBatch, NativeOutputBatch, parts_of
 from .quantised_linear import PackedBytes, PackedCodes, PackedExpertCodes
 from .recurrence import KERNELS, BatchTable, LayerTable, float_bits
 from .rows import gated_kernel
@@ -109,8 +109,10 @@ class NativeStep:
         lora: NativeLoraBatch | None,
         expert_lora: HostExpertLoraBatch | None = None,
         states: StateBatch | None = None,
+        outputs: NativeOutputBatch | None = None,
     ) -> torch.Tensor:
         """See `step.Step`."""
+        assert outputs is None or lora is not None, "adapters that scale outputs are among all adapters"
         num_rows = len(token_ids)
         if num_rows > len(self._registers[0]):
             self._grow(num_rows)
@@ -121,7 +123,9 @@ class NativeStep:
         if lora is not None:
             for modules in self._groups:
                 parts = parts_of(lora, modules)
+                scaled = None if outputs is None else outputs.table(modules)
                 groups.extend((parts.table.data_ptr(), len(parts.table), parts.length))
+                groups.extend((0, 0) if scaled is None else (scaled.data_ptr(), len(scaled)))
         segments, pages = self._expert_segments(expert_lora)
         table = None if states is None else BatchTable(states, pool, num_rows)
         assert table is not None or not self._layers, "layers with states have a batch of them"
@@ -134,6 +138,7 @@ class NativeStep:
                 *(host.pages.data_ptr(), host.page_starts.data_ptr()),
                 *(pool.data_ptr(), pool.stride(0), pool.stride(1), pool.shape[2]),
                 *((0, 0) if lora is None else (lora.pages.data_ptr(), groups.buffer_info()[0])),
+                0 if outputs is None else outputs.pages.data_ptr(),
                 *(len(segments) // 4, segments.buffer_info()[0], pages.buffer_info()[0]),
                 *(self._num_threads, 0 if table is None else table.address),
             ),

@@ -162,6 +162,7 @@ MAX_LOSSES = 3
 # than they can confirm it.
 MAX_FAILED_SENDS = 10
 MAX_STORE_FAILURES = 6  # failed reads of its adapter, at all gangs together, after which a sequence is given up
+MAX_PAUSE_S = 600.0  # for which a tenant's sequences are held, unless it pauses again
 NEWS_WAIT_S = 0.5  # how long a resumed sequence waits for the gang that holds it to report it
 
 _GAVE_WAY = SequenceError(
@@ -247,6 +248,14 @@ class Dispatcher(Protocol):
     def load(self) -> EngineLoad | None:
         """The latest load, summed over the connected gangs, the oldest wait of all; None: none is connected."""
 
+    def hold(self, tenant: str) -> None:
+        """No gang computes the tenant's sequences until `release`, but for background ones. None of their tokens is
+        lost. No-op while they are held.
+        """
+
+    def release(self, tenant: str) -> None:
+        """The tenant's sequences go on. No-op unless they are held."""
+
 
 class FleetDispatcher:
     """The `Dispatcher` over gRPC. Belongs to one event loop; `update` sets its gangs."""
@@ -281,6 +290,8 @@ class FleetDispatcher:
         self._awaiting_news = UnsentSequences(NEWS_WAIT_S, self._send)  # of the gang that holds the sequence
         self._unread = UnreadSequences(self._send)
         self._awaiting_store = UnsentSequences(STORE_PAUSE_S, self._send)  # no gang could read the adapter
+        self._paused_tenants: set[str] = set()
+        self._awaiting_resume = UnsentSequences(MAX_PAUSE_S, self._send)  # of tenants that pause
         self._closed = False
         self._num_resumed = 0
 
@@ -354,6 +365,18 @@ class FleetDispatcher:
         loads = [leader.load for leader in self._fleet.connected]
         return summed(loads) if loads else None
 
+    def hold(self, tenant: str) -> None:
+        if tenant not in self._paused_tenants:
+            self._paused_tenants.add(tenant)
+            self._fleet.take_back(tenant)
+
+    def release(self, tenant: str) -> None:
+        self._paused_tenants.discard(tenant)
+        for sequence in self._awaiting_resume:
+            if sequence.request.tenant == tenant:
+                self._awaiting_resume.remove(sequence)
+                self._send(sequence)
+
     @property
     def num_waiting(self) -> int:
         """Sequences that wait because no gang is connected."""
@@ -362,7 +385,13 @@ class FleetDispatcher:
     async def close(self) -> None:
         """Ends all connections; open sequences end with "gang_lost"."""
         self._closed = True
-        for unsent in (self._awaiting_gang, self._awaiting_news, self._awaiting_store, self._unread):
+        for unsent in (
+            self._awaiting_gang,
+            self._awaiting_news,
+            self._awaiting_store,
+            self._unread,
+            self._awaiting_resume,
+        ):
             for sequence in unsent:
                 unsent.remove(sequence)
                 sequence.fail("gang_lost", "this router is shutting down")
@@ -371,6 +400,9 @@ class FleetDispatcher:
     def _send(self, sequence: OpenSequence) -> None:
         if sequence.is_overfull:
             self._wait_in(self._unread, sequence, "wait for their clients to read")
+            return
+        if self._is_paused(sequence):
+            self._wait_in(self._awaiting_resume, sequence, "wait, as your tenant has paused its requests,")
             return
         if self._fleet.submit(sequence):
             return
@@ -383,6 +415,11 @@ class FleetDispatcher:
         else:
             message = "no gang is connected, and the queue for one is full; try again later"
             sequence.refuse(SequenceError("overloaded", message, reason="no_gang"))
+
+    def _is_paused(self, sequence: OpenSequence) -> bool:
+        return sequence.request.tenant in self._paused_tenants and not (
+            sequence.request.is_background or sequence.stays
+        )
 
     def _makes_room(self, place: UnsentSequences, sequence: OpenSequence, num_places: int) -> bool:
         """Whether the sequence may wait there. One of a tenant with a longer queue may be given up for it."""
@@ -410,7 +447,7 @@ class FleetDispatcher:
             elif sequence.num_failed_sends >= MAX_FAILED_SENDS:
                 sequence.fail("gang_lost", f"{MAX_FAILED_SENDS} gangs were lost as this request was sent to them")
             else:
-                self._num_resumed += not sequence.is_overfull
+                self._num_resumed += not (sequence.is_overfull or self._is_paused(sequence))
                 self._send(sequence)
 
     def _lost_store(self, sequence: OpenSequence, error: SequenceError) -> None:
@@ -427,8 +464,10 @@ class FleetDispatcher:
     def _wait_in(self, place: UnsentSequences | UnreadSequences, sequence: OpenSequence, waiting: str) -> None:
         """Lets the sequence wait there, or refuses it. `waiting`: what sequences there do, for the error message."""
         num_of_tenant = place.num_of(sequence.request.tenant)
-        # Only sequences that have begun can be unread, so there the bound holds for them too.
+        # Only sequences that have begun can be unread, so there the bound holds for them too. What a gang has taken is
+        # not refused because its tenant pauses.
         is_exempt = place is not self._unread and (sequence.has_begun or sequence.limit.has_begun)
+        is_exempt |= place is self._awaiting_resume and not sequence.is_new
         is_tenants = num_of_tenant >= MAX_AWAITING // 2
         if is_exempt or (not is_tenants and self._has_place(place, sequence)):
             place.add(sequence)

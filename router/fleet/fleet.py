@@ -124,6 +124,11 @@ class Fleet:
         """Connections to gangs that take sequences now."""
         return [connection for connection in self._connections.values() if connection.info is not None]
 
+    def take_back(self, tenant: str) -> None:
+        """`on_lost` gets the tenant's sequences, but for those of gangs that are being replaced."""
+        for connection in self.connected:
+            connection.take_back(tenant)
+
     def holds(self, sequence_key: str) -> bool:
         """A connected gang keeps the sequence with this key for any router that asks, or computes it for this one."""
         return any(connection.known_gang.holds(sequence_key) for connection in self.connected)

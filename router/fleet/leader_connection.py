@@ -281,6 +281,14 @@ class LeaderConnection:
         self._cancelled[sequence_id] = sequence
         self._forget(sequence)
 
+    def take_back(self, tenant: str) -> None:
+        """`on_lost` gets the tenant's sequences, but for background ones: the gang computes them no more."""
+        for sequence_id, sequence in [*self._sequences.items()]:
+            if sequence.request.tenant == tenant and not (sequence.request.is_background or sequence.stays):
+                self._outbox.put(Cancel(sequence_id))
+                self._cancelled[sequence_id] = sequence  # until the leader has reported its usage
+                self._give_back(sequence, "its tenant has paused its requests")
+
     def disown(self, names: Sequence[tuple[str, str]]) -> None:
         """Has the leader forget those of these sequences (tenant and key) that it keeps for any router that asks."""
         self._outbox.put(Disown([*names]))
@@ -443,6 +451,7 @@ class LeaderConnection:
         sequence.note_usage(update.usage)
         if update.finish_reason is not None or update.error is not None:
             sequence.end_reports()
+            self._drop_cancelled(update.sequence_id)
 
     def _drop_cancelled(self, sequence_id: int) -> None:
         """A cancelled sequence was reported, or will not be."""

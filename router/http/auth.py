@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Protocol
+from typing import Final, Protocol
 
 from starlette.requests import Request
 
@@ -87,6 +88,10 @@ class OperatorKey:
 
 
 _MAX_KEY_CHARS = 1024
+BROWSERS_HEADERS: Final = ("origin", "sec-fetch-site")  # a browser sends one with every request that could do harm
+NO_BROWSERS_PASSWORD: Final = (
+    "A key as a password is not accepted from a browser. Send it in the header Authorization: Bearer YOUR_KEY."
+)
 
 
 class TokensUnavailable(Exception):  # noqa: N818
@@ -172,11 +177,20 @@ def _digest(key: str) -> bytes:
 
 
 def _credential_of(request: Request) -> str:
-    """The key in the header Authorization, else in `x-api-key`, which Anthropic's clients send."""
+    """The key in the header Authorization, else in `x-api-key`, which Anthropic's clients send.
+
+    It may be the password of HTTP Basic, which programs make of a URL such as http://:KEY@host. Browsers would send it
+    by themselves, for pages of others too: theirs is refused, and no answer asks for it.
+    """
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
-    key = "" if scheme else request.headers.get("x-api-key", "").strip()
+    if scheme.lower() == "basic":
+        if any(name in request.headers for name in BROWSERS_HEADERS):
+            raise ApiError(401, NO_BROWSERS_PASSWORD, code="invalid_api_key", headers=BEARER_CHALLENGE)
+        key = _password(key.strip())
+    else:
+        key = "" if scheme else request.headers.get("x-api-key", "").strip()
     if not key:
         raise ApiError(
             401,
@@ -185,3 +199,15 @@ def _credential_of(request: Request) -> str:
             headers=BEARER_CHALLENGE,
         )
     return key
+
+
+def _password(credentials: str) -> str:
+    """Of HTTP Basic, RFC 7617; empty: there is none.
+
+    >>> _password("dXNlcjprZXk="), _password("dXNlcg=="), _password("?")
+    ('key', '', '')
+    """
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2].strip()
+    except ValueError:
+        return ""

@@ -56,6 +56,7 @@ class Completion(msgspec.Struct, frozen=True):
     model: str
     choices: list[CompletionChoice]
     usage: ChunkUsage = UNSET
+    system_fingerprint: str | UnsetType = UNSET  # which version of an adapter answered, as `name@3`
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -130,6 +131,7 @@ class ChatChunk(msgspec.Struct, frozen=True):
     choices: list[ChatChunkChoice]
     usage: ChunkUsage = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
@@ -160,6 +162,7 @@ class ChatCompletion(msgspec.Struct, frozen=True):
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | msgspec.Raw | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 

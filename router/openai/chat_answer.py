@@ -63,6 +63,7 @@ class AnswerHead:
     id: str
     created: int  # Unix time, seconds
     model: str  # as the client named it
+    system_fingerprint: str | UnsetType = UNSET  # which version of an adapter answers
 
 
 _MARK: Final = b"\0"  # in place of a long field: JSON has no such byte
@@ -370,7 +371,15 @@ class ChatAnswer:
         prompts = [self._prompt if self._with_token_ids and index == 0 else UNSET for index in range(self._num_choices)]
         delta = ChatDelta(role="assistant", content="")
         return [
-            ChatChunk(head.id, head.created, head.model, [ChatChunkChoice(index, delta)], usage, prompt)
+            ChatChunk(
+                head.id,
+                head.created,
+                head.model,
+                [ChatChunkChoice(index, delta)],
+                usage,
+                prompt,
+                head.system_fingerprint,
+            )
             for index, prompt in enumerate(prompts)
         ]
 
@@ -384,11 +393,11 @@ class ChatAnswer:
             delta.token_ids if self._with_token_ids else UNSET,
             UNSET if delta.finish_reason is None else delta.stop_reason,
         )
-        return ChatChunk(head.id, head.created, head.model, [choice], usage)
+        return ChatChunk(head.id, head.created, head.model, [choice], usage, UNSET, head.system_fingerprint)
 
     def closing(self, usage: Usage) -> ChatChunk:
         head = self._head
-        return ChatChunk(head.id, head.created, head.model, [], usage)
+        return ChatChunk(head.id, head.created, head.model, [], usage, UNSET, head.system_fingerprint)
 
     def gathering(self, index: int, first: WholeChoice | None) -> WholeMessage:
         prompt = None
@@ -410,7 +419,8 @@ class ChatAnswer:
     def without_choices(self, usage: Usage, first: WholeChoice) -> ChatCompletion:
         head = self._head
         prompt = self._prompt if self._with_token_ids else UNSET
-        return ChatCompletion(head.id, head.created, head.model, [], usage, prompt, first.prompt_logprobs)
+        scores, version = first.prompt_logprobs, head.system_fingerprint
+        return ChatCompletion(head.id, head.created, head.model, [], usage, prompt, scores, version)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         return chat_logprobs(delta.logprobs, self._bytes_of) if self._with_logprobs else None
@@ -493,7 +503,7 @@ class CompletionAnswer:
 
     def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
         head = self._head
-        return Completion(head.id, head.created, head.model, choices, usage)
+        return Completion(head.id, head.created, head.model, choices, usage, head.system_fingerprint)
 
     def _choice(self, index: int, delta: Delta, *, with_prompt: bool = False) -> CompletionChoice:
         logprobs: CompletionLogprobs | None = None

@@ -46,7 +46,7 @@ class AnswerRequest:
 
     identity: Identity
     response_id: str  # stays the same when a client resumes a stream, at any router
-    model: str  # as the client named it
+    model: str  # as the client named it; the base's own name
     version: AdapterVersion | None  # None: the base
     user: str  # the client's name for its end user; empty: none
     trial: TrialMember | None = None  # in which the answer counts

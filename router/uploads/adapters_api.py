@@ -9,26 +9,34 @@ from functools import partial
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
-from msgspec import structs
+from msgspec import Meta, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterInvalid, CallerGone, NoSuchName, VersionRefused, listed
+from ...adapters.format.combination import (
+    MAX_PARTS,
+    Combination,
+    CombinationType,
+    MajoritySign,
+    WeightedAdapter,
+    combination_problem,
+)
 from ...adapters.format.own_tokenizer import OwnTokenizer, template_digest
-from ...adapters.names import BaseNames, owner_of
+from ...adapters.names import BaseNames, owner_of, split_selector
 from ...adapters.registry.tenants.records import storage_bounds
-from ...adapters.registry.versions.name_state import VersionNote
+from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS, VersionNote
 from ...adapters.tenant_places import TenantPlaces
 from ...adapters.upload import CheckedUpload, UploadService
 from ..bodies.request_decoder import ArrivalPace
 from ..config import CurrentConfig
 from ..http.access_log import record_of
 from ..http.auth import Identity
-from ..http.errors import ApiError
+from ..http.errors import ApiError, invalid_value
 from ..http.list_page import PAGE_QUERY, ListPage, list_answer, page_request, read_page
 from ..http.route import route
 from ..metrics import Metrics
@@ -75,6 +83,7 @@ def invocation_warnings(token_ids: Sequence[int], text: TextService) -> tuple[st
 
 MAX_WAITING_UPLOADS: Final = 64  # of a tenant at a router, running ones included: each holds a connection
 _name: Final = attrgetter("name")
+_FLOAT32_GROWTH: Final = 2  # of tensors that were uploaded in 16 bits
 DISK_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -94,6 +103,25 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA, after which it computes; empty: a plain one
     warnings: tuple[str, ...] = ()  # why its answers may differ from those in training
     object: Literal["adapter"] = "adapter"
+
+
+class CombinedPart(msgspec.Struct, frozen=True, kw_only=True):
+    adapter: Annotated[str, Meta(max_length=256, description="Its name, `name@version` or `name@alias`.")]
+    weight: Annotated[float, Meta(description="Of what it adds; below 0 it is taken away.")] = 1.0
+
+
+class CombinationBody(msgspec.Struct, frozen=True, kw_only=True):
+    name: Annotated[str, Meta(max_length=256, description="Of the new version.")]
+    adapters: Annotated[list[CombinedPart], Meta(min_length=1, max_length=MAX_PARTS)]
+    combination_type: CombinationType = "cat"
+    density: Annotated[float | None, Meta(description="The share of the numbers that pruning keeps.")] = None
+    majority_sign_method: MajoritySign = "total"
+    svd_rank: Annotated[int | None, Meta(description="Of `svd`; else the largest of the parts' ranks.")] = None
+    note: Annotated[str, Meta(max_length=MAX_NOTE_CHARS)] = ""
+    activate: bool = True
+    private: Annotated[
+        bool | None, Meta(description="It is the user's alone; by default it is where one of the adapters is.")
+    ] = None
 
 
 class DeletedAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,6 +180,61 @@ class AdaptersApi:
         adapter, created, warnings = await self.take(request, identity, receive, declared)
         answer = structs.replace(self._view_of(adapter), warnings=warnings)
         return Response(msgspec.json.encode(answer), 201 if created else 200, media_type="application/json")
+
+    @route(
+        "POST",
+        "/v1/adapter_combinations",
+        scope="upload",
+        summary="Make an adapter of several, with weights.",
+        answers={200: Adapter, 201: Adapter},
+        errors=("adapter_not_found", "version_not_found", *UPLOAD_ERRORS),
+    )
+    async def combine(self, request: Request, identity: Identity, body: CombinationBody) -> Response:
+        """As PEFT's `add_weighted_adapter`. The new version stays when its parts go. It counts as an upload."""
+        parts = [await self._part(identity, part.adapter) for part in body.adapters]
+        bases, templates = {part.base for part in parts}, {part.response_template for part in parts}
+        if len(templates) > 1:
+            raise invalid_value("adapters", "they have different response templates: combine those of one form.")
+        combination = Combination(
+            parts=tuple(
+                WeightedAdapter(part.digest, each.weight) for part, each in zip(parts, body.adapters, strict=True)
+            ),
+            combination_type=body.combination_type,
+            density=body.density,
+            majority_sign_method=body.majority_sign_method,
+            svd_rank=body.svd_rank,
+            num_bytes=sum(part.num_bytes for part in parts),
+            base=bases.pop() if len(bases) == 1 else "",
+        )
+        if problem := combination_problem(combination):
+            raise invalid_value("adapters", f"{problem}.")
+
+        is_private = any(owner_of(part.name) for part in parts) if body.private is None else body.private
+
+        async def receive(tensors_path: Path, room: UploadRoom) -> UploadForm:
+            room.grow(_FLOAT32_GROWTH * combination.num_bytes)
+            return UploadForm(
+                body.name,
+                combination,
+                note=body.note,
+                activate=body.activate,
+                is_private=is_private,
+                response_template=templates.pop(),
+            )
+
+        adapter, created, warnings = await self.take(request, identity, receive)
+        answer = structs.replace(self._view_of(adapter), warnings=warnings)
+        return Response(msgspec.json.encode(answer), 201 if created else 200, media_type="application/json")
+
+    async def _part(self, identity: Identity, model: str) -> AdapterVersion:
+        """The version that the caller means. Raises NoSuchName, NoSuchVersion, RegistryUnavailable."""
+        name, selector = split_selector(model)
+        if selector is None:
+            adapter = await self._uploads.get(identity.name, name, identity.sight)
+            if adapter is None:
+                raise _not_found(name)
+            return adapter
+        return (await self._uploads.state(identity.name, name, identity.sight)).find(selector)
 
     async def take(
         self,

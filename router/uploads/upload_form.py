@@ -21,6 +21,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
+from ...adapters.format.combination import Combination
 from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.names import PART
@@ -322,7 +323,7 @@ class AdapterForm(msgspec.Struct, frozen=True, kw_only=True):
 @dataclass(frozen=True)
 class UploadForm:
     name: str
-    config: bytes  # adapter_config.json
+    config: bytes | Combination  # adapter_config.json, or what stored adapters it is made of
     note: str = ""  # of the uploader, on this version
     activate: bool = True  # the name points to it from now on
     must_be_new: bool = False  # the name

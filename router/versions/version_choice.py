@@ -28,6 +28,7 @@ from ...adapters.registry.versions.rollout import (
     versions_of,
 )
 from ...workers.wire.messages import AdapterRef, GangInfo
+from ..config import CurrentConfig
 from ..fleet.dispatch import Dispatcher, probe
 from ..generation.generation import GenerationRequest
 from ..http.auth import Identity
@@ -44,9 +45,9 @@ _encode = msgspec.msgpack.Encoder().encode
 class BaseModel:
     """Keeps the facts of the last gang, so that requests can be checked while gangs are replaced."""
 
-    def __init__(self, name: str, dispatcher: Dispatcher, view: RegistryView, *, scales_from_zero: bool) -> None:
-        self.name = name
-        self._scales_from_zero = scales_from_zero
+    def __init__(self, config: CurrentConfig, dispatcher: Dispatcher, view: RegistryView) -> None:
+        self.name = config.now.model_name
+        self._config = config
         self._first_gang = asyncio.Lock()  # requests that wait for the first gang share one probe
         self._dispatcher = dispatcher
         self._view = view
@@ -62,7 +63,7 @@ class BaseModel:
 
         Where gangs scale from zero it makes one start first, and waits for it.
         """
-        if self._scales_from_zero and self.known_gang() is None:
+        if self._config.now.scales_from_zero and self.known_gang() is None:
             async with self._first_gang:
                 if self.known_gang() is None:
                     problem = await probe(self._dispatcher)
@@ -76,6 +77,7 @@ class BaseModel:
     async def adapter(self, identity: Identity, model: str) -> AdapterVersion | None:
         """The current version of the adapter that a request's `model` names, `name` or `name@…`; None: the base itself.
 
+        An alias of the base is the base unless the caller has an adapter of that name.
         Raises 404 for a name that the caller does not see; a version or alias after an @ is ignored.
         Raises RegistryUnavailable for an adapter that this router does not keep in memory while Redis is away.
         """
@@ -84,7 +86,9 @@ class BaseModel:
         name, _ = split_selector(model)
         current = await self._view.resolve(identity.name, name, identity.sight)
         if current is None:
-            raise model_not_found(model)
+            aliases = {alias.strip() for alias in self._config.now.base_aliases.split(",")} - {""}
+            if model not in aliases:
+                raise model_not_found(model)
         return current
 
 

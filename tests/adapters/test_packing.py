@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, OutputGroups, family_of_module
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.content import AdapterContent, LoraMatrices
+from motet.adapters.format.content import AdapterContent, LoraMatrices, OutputVectors
 from motet.adapters.packing.layout import AdapterLayout, Dtype, packed_bytes
 from motet.adapters.packing.packed_file import (
     PackedFileDamaged,
@@ -55,9 +55,15 @@ def adapters(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
         a = as_numpy(torch.randn(rank, num_in, generator=generator).to(dtype))
         b = as_numpy(torch.randn(num_out, rank, generator=generator).to(dtype))
         matrices[key] = LoraMatrices(a, b, draw(st.floats(-4, 4)))
+    dense = [key for key in keys if "experts" not in key[1]]
+    outputs = {
+        key: OutputVectors(*torch.randn(2, shape.modules[key[1]][1], generator=generator).numpy())
+        for key in (draw(st.lists(st.sampled_from(dense), unique=True)) if dense else ())
+    }
     layout_dtype: Dtype = draw(st.sampled_from(["float32", "bfloat16"]))
     num_experts = 0 if experts is None or draw(st.booleans()) else experts.num_experts  # 0: as older ones were packed
-    return AdapterContent(matrices, num_experts), AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype)
+    content = AdapterContent(matrices, num_experts, outputs=outputs, outputs_source="of these" if outputs else "")
+    return content, AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype)
 
 
 @settings(max_examples=100, deadline=None)
@@ -76,6 +82,12 @@ def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[Adap
             assert place.a == end
             assert place.b == place.a + place.rank * num_in
             end = place.b + place.rank * num_out
+            if place.outputs is not None:
+                assert place.outputs == end
+                vectors = torch.zeros(2, num_out)
+                if (own := content.outputs.get((layer, module))) is not None:
+                    vectors = torch.stack([torch.tensor(own.gain), torch.tensor(own.shift)])
+                assert torch.equal(array[end:][: 2 * num_out].view(2, num_out), vectors.to(dtype))
             a, b = torch.zeros(place.rank, num_in, dtype=dtype), torch.zeros(place.rank, num_out, dtype=dtype)
             found = content.matrices.get((layer, module))
             if found is not None:
@@ -84,6 +96,7 @@ def test_pages_hold_the_padded_scaled_matrices_and_nothing_else(case: tuple[Adap
                 b[:rank] = (as_torch(found.b).float() * found.scaling).T.to(dtype)
             assert torch.equal(array[place.a : place.b].view(place.rank, num_in), a)
             assert torch.equal(array[place.b : end].view(place.rank, num_out), b)
+            end += 0 if place.outputs is None else 2 * num_out
         assert end == layout.num_elements(content.module_ranks)
         assert not array[end:].any()
 
@@ -95,7 +108,11 @@ def test_an_expert_takes_its_own_rank_and_without_lora_no_room(case: tuple[Adapt
     largest: dict[str, int] = {}
     for (_, module), found in content.matrices.items():
         largest[module] = max(largest.get(module, 0), found.a.shape[0])
-    taken = {module: place.rank for module, place in layout.offsets(content.module_ranks).items()}
+    offsets = layout.offsets(content.module_ranks)
+    assert {module for module, place in offsets.items() if place.outputs is not None} == {
+        module for _, module in content.outputs
+    }
+    taken = {module: place.rank for module, place in offsets.items() if place.rank}
     if layout.shape.experts is None or content.num_experts:
         assert taken == largest
     else:

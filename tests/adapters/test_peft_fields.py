@@ -6,6 +6,7 @@ import dataclasses
 import json
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,11 +17,13 @@ from peft.tuners.lora.config import BdLoraConfig, EvaConfig, KasaConfig, Montecl
 from transformers import LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
+from motet.adapters.format.base_weights import BaseWeights
 from motet.adapters.format.content import AdapterContent
-from motet.adapters.format.peft import COMPUTED, HARMLESS, REFUSED, UnknownFields, parse_config
+from motet.adapters.format.peft import COMPUTED, HARMLESS, KINDS, REFUSED, UnknownFields, parse_config
 from motet.adapters.format.validation import validate
 from motet.tests.adapters.test_peft import llama
 from motet.tests.rigs.lora_files import SHAPE
+from motet.workers.models.stored_tensor import base_tensors
 
 TOKEN_IDS = torch.arange(9).unsqueeze(0)
 
@@ -44,9 +47,9 @@ def test_every_initialisation_of_the_installed_peft_has_been_looked_at() -> None
     assert str(field.type).count("'") == 2 * (len(named) + 1), "PEFT has an initialisation that is not named here"
 
 
-@pytest.mark.parametrize("peft_type", [kind.value for kind in PeftType if kind is not PeftType.LORA])
+@pytest.mark.parametrize("peft_type", [kind.value for kind in PeftType if kind.value not in KINDS])
 def test_other_kinds_of_adapters_are_refused(peft_type: str) -> None:
-    with pytest.raises(AdapterInvalid, match=f"peft_type is '{peft_type}': only LORA"):
+    with pytest.raises(AdapterInvalid, match=f"peft_type is '{peft_type}': LORA, IA3, VERA, LOHA, LOKR are accepted"):
         parse_config(config_bytes(peft_type=peft_type))
 
 
@@ -108,7 +111,7 @@ SAVED: dict[str, tuple[dict[str, Any], str | None]] = {
     "layers_to_transform": ({"layers_to_transform": 2}, None),
     "loftq_config": ({"loftq_config": {"loftq_bits": 4}}, None),
     "lora_alpha": ({"lora_alpha": 3}, None),
-    "lora_bias": ({"lora_bias": True}, "lora_bias"),
+    "lora_bias": ({"lora_bias": True}, None),
     "lora_dropout": ({"lora_dropout": 0.5}, None),
     "lora_ga_config": ({}, None),
     "megatron_config": ({}, None),  # needs Megatron
@@ -129,7 +132,7 @@ SAVED: dict[str, tuple[dict[str, Any], str | None]] = {
         {"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2, match_strict=False)},
         None,
     ),
-    "use_dora": ({"use_dora": True}, "use_dora"),
+    "use_dora": ({"use_dora": True}, None),
     "use_qalora": ({}, None),  # of quantised bases
     "use_rslora": ({"use_rslora": True}, None),
     "velora_config": ({"velora_config": VeloraConfig(num_groups=4)}, None),
@@ -250,7 +253,11 @@ def _trained(init: Any) -> PeftModel:
 
 
 def _content(folder: Path) -> AdapterContent:
-    return validate((folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors", SHAPE)
+    with TemporaryDirectory() as base:
+        llama().save_pretrained(base)
+        tensors = BaseWeights(base_tensors(Path(base), SHAPE))
+        config, path = (folder / "adapter_config.json").read_bytes(), folder / "adapter_model.safetensors"
+        return validate(config, path, SHAPE, base=tensors)
 
 
 def _assert_computes(content: AdapterContent, expected: torch.Tensor) -> None:
@@ -259,6 +266,10 @@ def _assert_computes(content: AdapterContent, expected: torch.Tensor) -> None:
     for (layer, module), found in content.matrices.items():
         linear = base.get_submodule(f"model.layers.{layer}.{SHAPE.path(module)}")
         linear.weight.data += found.scaling * torch.tensor(found.b) @ torch.tensor(found.a)
+    for (layer, module), vectors in content.outputs.items():
+        linear = base.get_submodule(f"model.layers.{layer}.{SHAPE.path(module)}")
+        linear.weight.data *= 1 + torch.tensor(vectors.gain)[:, None]
+        linear.bias = torch.nn.Parameter(torch.tensor(vectors.shift))
     torch.testing.assert_close(_logits(base), expected, atol=1e-5, rtol=0)
     assert (_logits(llama().eval()) - expected).abs().max() > 1e-3, "the adapter makes no difference to compare"
 

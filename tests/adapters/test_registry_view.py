@@ -12,6 +12,7 @@ from redis.asyncio import Redis
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.registry import registry_view
 from motet.adapters.registry.events import AdapterSet, KeySet
 from motet.adapters.registry.registry import NumberedEvent, Position, Registry, connect, hash_key
 from motet.adapters.registry.registry_keys import PREFIX
@@ -345,3 +346,64 @@ def owner_of(view: RegistryView, key: str) -> str | None:
     """The tenant that the view knows the key of."""
     record = view.key(key)
     return None if record is None else record.tenant
+
+
+@pytest.fixture
+async def two_views(
+    registry: GatedRegistry, view: RegistryView, redis_client: Redis
+) -> AsyncIterator[tuple[RegistryView, RegistryView]]:
+    """Those of two routers; the second one's events have no gate."""
+    other = RegistryView(Registry(redis_client))
+    for one in (view, other):
+        one.num_routers = lambda: 2
+    await other.start()
+    yield view, other
+    await other.stop()
+
+
+async def test_a_change_is_spread_once_every_router_has_it(
+    registry: GatedRegistry, two_views: tuple[RegistryView, RegistryView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_view, "_SPREAD_S", PATIENCE_S)
+    late, prompt = two_views
+    for version in range(1, 4):
+        registry.gate.clear()
+        await register(registry, digest="abc"[version - 1])
+        spreading = asyncio.create_task(prompt.spread())
+        number = await registry.num_events()
+        while await registry.num_routers_at(number) < 1:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not spreading.done()
+        registry.gate.set()
+        await spreading
+        held = kept(late, "x")
+        assert held is not None and held.version == version
+
+
+async def test_a_router_that_hangs_keeps_no_change_from_being_answered(
+    registry: GatedRegistry, two_views: tuple[RegistryView, RegistryView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_view, "_SPREAD_S", 0.05)
+    registry.gate.clear()
+    await register(registry)
+    await two_views[1].spread()
+    assert kept(two_views[0], "x") is None
+    registry.gate.set()
+
+
+async def test_a_change_is_spread_at_once_where_there_is_one_router(registry: GatedRegistry) -> None:
+    view = RegistryView(registry)  # it does not even follow
+    await register(registry)
+    await view.spread()
+
+
+async def test_a_router_that_loads_again_says_where_it_is(
+    registry: GatedRegistry, two_views: tuple[RegistryView, RegistryView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_view, "_SPREAD_S", PATIENCE_S)
+    late, prompt = two_views
+    late._event_number -= 1  # as if it had missed an event
+    await register(registry)
+    await prompt.spread()
+    assert registry.num_loads == 2
+    assert kept(late, "x") is not None

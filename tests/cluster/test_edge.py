@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -288,8 +289,13 @@ def test_a_key_in_the_header_of_anthropics_clients(narrow: int) -> None:
         held(stack, narrow, 1, headers=b"x-api-key: ant\r\n", source="127.0.0.8")
         answer = status_soon(narrow, KEYLESS + b"X-API-Key:  ant \r\n\r\n", 429, "127.0.0.9")
         assert "key" in error_of(answer)["message"]
+        basic_ant, basic_bee = (
+            b"Authorization: Basic " + b64encode(b"trl:" + key) + b"\r\n" for key in (b"ant", b"bee")
+        )
+        assert raw_answer(narrow, KEYLESS + basic_ant + b"\r\n", source="127.0.0.9")[0] == 429  # whatever the user
         for headers, key in (
             (b"x-api-key: bee\r\n", "bee"),
+            (basic_bee, "bee"),
             (b"x-api-key: ant\r\nauthorization: Bearer bee\r\n", "bee"),
         ):
             status, _, body = raw_answer(narrow, KEYLESS + headers + b"\r\n", source="127.0.0.9")
@@ -297,6 +303,11 @@ def test_a_key_in_the_header_of_anthropics_clients(narrow: int) -> None:
             assert status == 200 and came["authorization"] == f"Bearer {key}" and "x-api-key" not in came
     for no_key in (b"x-api-key:\r\n", b"x-api-key: a b\r\n", b"x-api-key: a\r\nauthorization: Basic b\r\n"):
         assert raw_answer(narrow, KEYLESS + no_key + b"\r\n", source="127.0.0.10")[0] == 401
+    for browsers in (b"Origin: null\r\n", b"Sec-Fetch-Site: cross-site\r\n"):
+        answer = raw_answer(narrow, KEYLESS + basic_bee + browsers + b"\r\n", source="127.0.0.10")
+        assert (answer[0], answer[1]["www-authenticate"]) == (401, "Bearer") and "browser" in error_of(answer)[
+            "message"
+        ]
 
 
 def test_the_program_of_an_image_has_the_limits_of_its_environment(router_port: int, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
+from motet.adapters.format.content import OutputVectors
 from motet.adapters.store.store import AdapterStore
 from motet.kernels.backend import plain_kernels, triton_kernels, with_float8_weights
 from motet.kernels.gpu.expert_lora import TritonExpertLora
@@ -95,6 +97,27 @@ def test_decodes_are_replayed_and_give_the_cpus_tokens(family: Callable[[Path], 
             assert gpu.tally.launches["recurrence_kernel"] > 0, "and so do the states of prompts"
         if family is mixtral:
             assert "experts.0,2-3.up_proj" in stock.refs[ADAPTER].module_ranks, "the adapter has parts for experts"
+
+
+def test_a_step_that_scales_outputs_is_launched_and_gives_the_cpus_tokens(tmp_path: Path) -> None:
+    stock = llama(tmp_path)
+    store = AdapterStore(stock.store_path)
+    plain, chance = store.load_content(stock.refs[ADAPTER].digest), np.random.default_rng(5)
+    outputs = {
+        (layer, module): OutputVectors(*chance.normal(0, 0.3, (2, stock.layout.shape.modules[module][1])).astype("f4"))
+        for layer, module in ((0, "q_proj"), (1, "v_proj"), (1, "down_proj"))
+    }
+    content = store.put(replace(plain, outputs=outputs, outputs_source="these"), [stock.layout])
+    stock = replace(stock, refs={ADAPTER: AdapterRef(content.digest, content.module_ranks)})
+    with stock.engine(60) as rig:
+        here = answers(rig)
+    with stand_in_gpu() as gpu:
+        with stock.engine(60, device="cuda", **SMALL) as rig:
+            gpu.tally.clear()
+            assert answers(rig) == here
+            num_steps = rig.engine.load().counters.num_steps
+        assert len(gpu.tally.waits_of("worker")) <= num_steps, "the host waits for a step's tokens, and nothing else"
+        assert gpu.tally.launches["write_kv_kernel"] > 0, "steps with the adapter are not recorded"
 
 
 def test_a_gang_of_two_replays_its_decodes(tmp_path: Path) -> None:

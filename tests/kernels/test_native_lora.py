@@ -14,10 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import MODULES, BaseShape
+from motet.adapters.adapter import MODULES, OUTPUTS, BaseShape
 from motet.adapters.packing.layout import AdapterLayout
 from motet.kernels.backend import Kernels
 from motet.kernels.lora import ABSENT, LoraGeometry, LoraSegment, ModuleSlice, PagedAdapter
+from motet.kernels.output_vectors import PlainOutputs
 from motet.kernels.plain.lora import PlainLora
 from motet.tests.rigs.native_builds import EXAMPLES, HERE, close, load_build
 
@@ -294,3 +295,53 @@ def test_callers_on_several_threads_do_not_meet() -> None:
     with ThreadPoolExecutor(4) as threads:
         for found in threads.map(add_often, range(4)):
             assert all(torch.equal(found[0], y) for y in found)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(
+    batch=st.lists(st.tuples(st.sets(st.sampled_from(MODULES)), st.integers(1, 40)), min_size=1, max_size=6),
+    slab=st.sampled_from([96, 256, 6144]),
+    seed=st.integers(0, 2**20),
+)
+def test_scales_and_shifts(
+    native: tuple[Kernels, torch.dtype], batch: list[tuple[set[str], int]], slab: int, seed: int
+) -> None:
+    """Against the twin, and to the last bit row by row; NaN everywhere else in the pool."""
+    kernels, dtype = native
+    generator, twin = torch.Generator().manual_seed(seed), PlainOutputs()
+    sides = dict.fromkeys(MODULES, (48, 48)) | {"k_proj": (48, 16), "v_proj": (48, 24)}
+    layout = AdapterLayout(BaseShape(2, sides), slab, "float32")
+    geometry = LoraGeometry(2, slab, layout.tile, tuple(sides[module] for module in MODULES))
+    pool = torch.full((400, 2, slab), torch.nan, dtype=dtype)
+    free = torch.randperm(len(pool), generator=generator).tolist()
+    segments, start = list[LoraSegment](), 0
+    for modules, num_rows in batch:
+        ranks = {"q_proj": 2} | {f"{module}{OUTPUTS}": 2 for module in modules}
+        pages = tuple(free.pop() for _ in range(layout.num_pages(ranks)))
+        size = layout.num_elements(ranks)
+        content = torch.full((len(pages) * slab,), torch.nan)
+        content[:size] = torch.randn(size, generator=generator)
+        pool[list(pages), 1] = content.view(-1, slab).to(dtype)
+        at = layout.offsets(ranks)
+        starts = tuple(at[module].outputs if module in at else None for module in MODULES) if modules else ()
+        segments.append(LoraSegment(start, start + num_rows, PagedAdapter(pages, (ABSENT,) * 7, outputs=starts)))
+        start += num_rows
+    prepared, expected = (each.prepare(segments, geometry, CPU) for each in (kernels.outputs, twin))
+    if expected is None:
+        assert prepared is None
+        return
+    for group in ((0, 1, 2), (3,), (4, 5)):
+        width = sum(geometry.sides[module][1] for module in group)
+        whole = torch.full((start + 1, width + GUARD), torch.nan, dtype=dtype)
+        whole[:-1, :width] = torch.randn(start, width, generator=generator).to(dtype)
+        y, by_row, by_twin = whole.clone(), whole.clone(), whole[:-1, :width].clone()
+        kernels.outputs.apply(y[:-1, :width], pool, 1, prepared, group)
+        twin.apply(by_twin, pool, 1, expected, group)
+        close(y[:-1, :width], by_twin)
+        assert y[-1].isnan().all() and y[:, width:].isnan().all()
+        for each in segments:
+            for row in range(each.start, each.end):
+                alone = kernels.outputs.prepare([LoraSegment(row, row + 1, each.adapter)], geometry, CPU)
+                if alone is not None:
+                    kernels.outputs.apply(by_row[:-1, :width], pool, 1, alone, group)
+        assert torch.equal(y[:-1, :width], by_row[:-1, :width])

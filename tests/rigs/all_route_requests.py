@@ -59,7 +59,7 @@ def users_things(name: str) -> Mapping[str, Thing]:
 def names_things(route: RouteSpec) -> bool:
     """Whether a request to it names a resource with an owner."""
     fields = getattr(route.body, "__struct_fields__", ())
-    return "{" in route.path or any(field in ("model", "adapter", "input_file_id") for field in fields)
+    return "{" in route.path or any(field in ("model", "adapter", "adapters", "input_file_id") for field in fields)
 
 
 def path_of(route: RouteSpec, *, owners: bool, things: Mapping[str, Thing] = THINGS) -> str:
@@ -84,26 +84,30 @@ def least_body(
     if route.body is None:
         return {}
     content = document["paths"][_PARAMETER.sub(r"{\1}", route.path)][route.method.lower()]["requestBody"]["content"]
-    body = _least(document, content["application/json"]["schema"])
+    adapter = things["adapter"].owners if owners else things["adapter"].unowned
+    body = _least(document, content["application/json"]["schema"], adapter)
     named = {"model", "adapter"} & {*route.body.__struct_fields__}  # which may be absent
     for field in (body.keys() | named) & things.keys():
         body[field] = things[field].owners if owners else things[field].unowned
     return {"content": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
 
 
-def _least(document: Any, schema: Any) -> Any:
-    """The simplest value that fits."""
+def _least(document: Any, schema: Any, adapter: str) -> Any:
+    """The simplest value that fits, with this adapter where objects in it name one."""
     if "$ref" in schema:
-        return _least(document, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+        return _least(document, document["components"]["schemas"][schema["$ref"].rpartition("/")[2]], adapter)
     if "anyOf" in schema:
-        return _least(document, schema["anyOf"][0])
+        return _least(document, schema["anyOf"][0], adapter)
     if "enum" in schema:
         return schema["enum"][-1]
     match schema.get("type"):
         case "object":
-            return {name: _least(document, schema["properties"][name]) for name in schema.get("required", ())}
+            fields = {
+                name: _least(document, schema["properties"][name], adapter) for name in schema.get("required", ())
+            }
+            return fields | ({"adapter": adapter} if "adapter" in fields else {})
         case "array":
-            return [_least(document, schema["items"])] * schema.get("minItems", 0)
+            return [_least(document, schema["items"], adapter)] * schema.get("minItems", 0)
         case "string":
             return "a" * max(1, schema.get("minLength", 1))
         case "integer" | "number":

@@ -107,6 +107,11 @@ class EngineDispatcher:
     def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
         return {}
 
+    def hold(self, tenant: str) -> None:
+        raise NotImplementedError
+
+    release = hold
+
     def load(self) -> EngineLoad:
         return self.rig.engine.load()
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from motet.adapters.format.base_weights import BaseWeights
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.store.store import AdapterStore
@@ -22,6 +23,7 @@ from motet.workers.execution.executor import LocalExecutor
 from motet.workers.memory.page_arrays import pool_of
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import ModelSharding, layouts_of_gang
+from motet.workers.models.stored_tensor import base_tensors
 from motet.workers.plan import StepPlan, unpacked
 from motet.workers.scheduling.measured_costs import MeasuredCosts
 from motet.workers.wire.messages import (
@@ -66,10 +68,10 @@ class Stock:
     ) -> Stock:
         model, store = ModelConfig.from_folder(model_path), AdapterStore(store_path)
         layout = ModelSharding(model).layout(block_size, dtype)
-        refs = {}
+        refs, base = {}, BaseWeights(base_tensors(model_path, model.shape))
         for name, folder in adapters.items():
             config = (folder / "adapter_config.json").read_bytes()
-            content = validate(config, folder / "adapter_model.safetensors", model.shape)
+            content = validate(config, folder / "adapter_model.safetensors", model.shape, base=base)
             store.put(content, [layout])
             refs[name] = AdapterRef(content.digest, content.module_ranks, content.invocation_token_ids)
         return Stock(model_path, store_path, layout, block_size, refs)

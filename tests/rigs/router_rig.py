@@ -25,6 +25,7 @@ from motet.adapters.format.own_tokenizer import template_digest
 from motet.adapters.format.peft import named_base
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
+from motet.adapters.registry.known_keys import KnownKeys
 from motet.adapters.registry.preloads import Preloads
 from motet.adapters.registry.registry import PAGE_SIZE
 from motet.adapters.registry.registry_view import RegistryView
@@ -171,6 +172,7 @@ class FakeDispatcher:
     limits: list[TimeLimit | None] = field(default_factory=list)  # of what was submitted
     resumed: list[bool] = field(default_factory=list)  # whether it was submitted as a resumed sequence
     streams: list[FakeStream] = field(default_factory=list)
+    held: list[str] = field(default_factory=list)  # tenants
 
     def submit(
         self, request: SequenceRequest, *, is_resumed: bool = False, limit: TimeLimit | None = None
@@ -223,6 +225,12 @@ class FakeDispatcher:
     def residency(self, tenant: str, digest: str, known_gangs: Collection[str] = ()) -> Mapping[str, AdapterTier]:
         own: dict[str, AdapterTier] = {"gang-1": "device"} if (tenant, digest) in self.resident else {}
         return own | {gang: tier for gang, tier in self.tiers.items() if gang in known_gangs}
+
+    def hold(self, tenant: str) -> None:
+        self.held.append(tenant)
+
+    def release(self, tenant: str) -> None:
+        self.held.remove(tenant)
 
     def load(self) -> EngineLoad | None:
         return engine_load(num_running=3, num_generated_tokens=17) if self.is_connected else None
@@ -350,6 +358,7 @@ class FakeView(FakeRegistry):
     is_whole = True
     is_unreachable = False
     last_event = 0
+    keys = KnownKeys()  # of which there are none
 
     async def resolve(self, tenant: str, name: str, sight: object = None) -> AdapterVersion | None:
         adapter = self.held(tenant, name)

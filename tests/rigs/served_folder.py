@@ -40,6 +40,7 @@ from motet.workers.leader.frame_server import FrameServer
 from motet.workers.loop import EngineLoop
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.sharding import layouts_of_gang
+from motet.workers.models.stored_tensor import base_tensors
 from motet.workers.wire.engine_load import EngineLoad
 
 
@@ -85,7 +86,8 @@ async def served_folder(folder: Path, data_dir: Path, redis: Redis, **settings: 
         gang = FrameServer(loop, loop.info, token, config.leader)
         parts.push_async_callback(gang.stop)
         address = await gang.start("127.0.0.1")
-        layouts = layouts_of_gang(ModelConfig.from_folder(model_path), *config.packing)
+        model = ModelConfig.from_folder(model_path)
+        layouts = layouts_of_gang(model, *config.packing)
         registry = Registry(redis, PATIENCE_S)
         for key, tenant in KEYS.items():
             await give_key(registry, tenant, key)
@@ -108,7 +110,13 @@ async def served_folder(folder: Path, data_dir: Path, redis: Redis, **settings: 
             dispatcher=dispatcher,
             view=view,
             uploads=UploadService(
-                AdapterStore(config.store_path), registry, view, layouts, limits, reserved=[config.serving.name]
+                AdapterStore(config.store_path),
+                registry,
+                view,
+                layouts,
+                limits,
+                reserved=[config.serving.name],
+                base=base_tensors(model_path, model.shape),
             ),
             text=text,
             operator_key=OPERATOR_KEY,

@@ -44,6 +44,15 @@ PUBLIC: Final = {"/health", "/ready", "/openapi.json"}
 NAMELESS: Final = {  # routes of a tenant's whose requests name nothing that could be another's
     "GET /v1/models",
     "GET /version",
+    "GET /server_info",
+    "GET /get_world_size",
+    "GET /is_paused",  # these: tests/router/test_training_api.py
+    "POST /pause",
+    "POST /resume",
+    "POST /init_weight_transfer_engine",
+    "POST /start_weight_update",
+    "POST /update_weights",
+    "POST /finish_weight_update",
     "POST /v1/adapters",
     "POST /v1/load_lora_adapter",  # both: tests/router/test_lora_adapters_api.py
     "POST /v1/unload_lora_adapter",

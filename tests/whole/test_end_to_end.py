@@ -275,6 +275,34 @@ def test_streams_outlive_their_gangs(motet: RunningMotet, undisturbed: list[Rece
     assert ask(motet, "shout") == answer_of("shout")
 
 
+def test_a_pause_holds_a_tenants_streams_and_changes_none(
+    motet: RunningMotet, undisturbed: list[ReceivedStream]
+) -> None:
+    """Another tenant is served meanwhile."""
+    num_under_way, is_paused = count(1), threading.Event()
+
+    def pause_in_the_midst() -> None:
+        if next(num_under_way) < len(ENDLESS):
+            return
+        with motet.http() as http:
+            assert http.post("/pause?mode=keep").json() == {"status": "paused"}
+            is_paused.set()
+            eventually(lambda: motet.status()["load"]["num_running"] == 0)
+            assert ask(motet, BASE, "globex") == its_answer
+            assert motet.status()["open_generations"] == len(ENDLESS)
+            assert http.post("/resume").json() == {"status": "resumed"}
+
+    its_answer = ask(motet, BASE, "globex")
+    with (
+        slowed(motet.gang_processes(), is_paused.is_set),
+        motet.openai() as client,
+        ThreadPoolExecutor(len(ENDLESS)) as pool,
+    ):
+        received = list(pool.map(lambda job: endless(client, job[0], job[1], pause_in_the_midst), ENDLESS))
+    assert is_paused.is_set()
+    _check_undisturbed(received, undisturbed)
+
+
 def _disturb(
     motet: RunningMotet, undisturbed: list[ReceivedStream], victims: list[psutil.Process], gangs: list[psutil.Process]
 ) -> None:
@@ -294,8 +322,11 @@ def _disturb(
         ThreadPoolExecutor(len(jobs)) as pool,
     ):
         received = list(pool.map(lambda job: endless(client, job[0], job[1], kill_in_the_midst), jobs))
-    for number, got in enumerate(received):
-        expected = undisturbed[number // 2]
+    _check_undisturbed(received, [expected for expected in undisturbed for _ in range(2)])
+
+
+def _check_undisturbed(received: list[ReceivedStream], undisturbed: list[ReceivedStream]) -> None:
+    for got, expected in zip(received, undisturbed, strict=True):
         assert got.text == expected.text
         assert (got.finish_reason, got.num_tokens) == ("length", 450)
         assert got.tokens == expected.tokens

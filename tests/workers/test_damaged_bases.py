@@ -66,11 +66,11 @@ def test_tensors_that_are_missing_or_misshapen_are_named(
         others = {other: tensor for other, tensor in stored.items() if other != name}
         with pytest.raises(ValueError, match=r"has no tensor|has no place for") as lacks:
             _load(_with(folder, others, tmp_path / "damaged"))
-        assert _is_named(full[name], str(lacks.value)), (name, lacks.value)
+        assert _is_named(name, full[name], str(lacks.value)), (name, lacks.value)
         for tensor in _misshapen(stored[name]):
             with pytest.raises(ValueError) as misshapen:
                 _load(_with(folder, others | {name: tensor}, tmp_path / "damaged"))
-            assert _is_named(full[name], str(misshapen.value)), (name, misshapen.value)
+            assert _is_named(name, full[name], str(misshapen.value)), (name, misshapen.value)
 
 
 def _misshapen(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -89,7 +89,9 @@ def _is_named(stored: str, full: str, words: str) -> bool:
     """By its whole name in the file, by what its name in full ends with within its layer, without `.weight`, or, one
     of experts, by its layer and expert, too."""
     expert = _EXPERT.search(full)
-    return stored in words or (full.removesuffix(".weight").rpartition(".")[2] if expert is None else expert[0]) in words
+    return (
+        stored in words or (full.removesuffix(".weight").rpartition(".")[2] if expert is None else expert[0]) in words
+    )
 
 
 def test_tensors_without_a_place_are_named(base: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:

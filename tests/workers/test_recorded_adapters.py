@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -161,6 +162,16 @@ def test_a_step_with_lora_of_a_router_is_not_held(stocks: dict[str, Stock]) -> N
     part, step = shared.part(4, 4), tables.prepare(segments(1, 2, router=ModuleSlice(4, 4, 0, 0)))
     assert part is not None and step is not None
     assert step.has_narrow and not shared.hold(part, step)
+
+
+def test_a_step_that_scales_outputs_is_not_held(stocks: dict[str, Stock]) -> None:
+    tables = tables_of(stocks["llama"])
+    shared = RecordedAdapters(tables, 4, 4)
+    plain = segments(1, 2)
+    scaled = tuple(replace(each, adapter=replace(each.adapter, outputs=(0,) + (None,) * 6)) for each in plain)
+    part, step = shared.part(4, 4), tables.prepare(scaled)
+    assert part is not None and step is not None
+    assert step.outputs is not None and not shared.hold(part, step)
 
 
 def test_a_step_that_is_held_already_is_not_copied_again(

@@ -356,7 +356,7 @@ class Runner:
         context = self._context(inputs.attention, adapters, inputs.states)
         if hidden is None and self._step is not None:
             lora = (context.lora, context.expert_lora)
-            hidden = self._step.run(inputs.token_ids, inputs.attention, *lora, inputs.states)
+            hidden = self._step.run(inputs.token_ids, inputs.attention, *lora, inputs.states, context.outputs)
         elif hidden is None:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
         return self._finish(inputs, hidden, context)
@@ -426,6 +426,7 @@ class Runner:
             self._states,
             adapters is not None and adapters.has_narrow,
             latent_lora=None if adapters is None else adapters.latent,
+            outputs=None if adapters is None else adapters.outputs,
         )
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...], part: int = 0) -> StepAdapters | None:
@@ -452,4 +453,6 @@ class Runner:
         if any(module not in dense for module in offsets):
             of_experts = zip(*(shape.members(module) for module in EXPERT_MODULES), strict=True)
             experts = tuple(PagedAdapter(residence.pages, slices(modules)) for modules in of_experts)
-        return PagedAdapter(residence.pages, slices(dense), experts)
+        outputs = tuple(at.outputs if (at := offsets.get(module)) else None for module in dense)
+        has_outputs = any(start is not None for start in outputs)
+        return PagedAdapter(residence.pages, slices(dense), experts, outputs if has_outputs else ())

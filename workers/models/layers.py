@@ -14,6 +14,7 @@ from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch
 from ...kernels.norms import Activation, Ungated, activate, affine, scale_to_unit
+from ...kernels.output_vectors import OutputBatch
 from ...kernels.recurrence import LayerState, Rule, StateBatch
 from ..parallel import Parallel
 from .passes import Pass
@@ -46,6 +47,7 @@ class ForwardContext:
     has_narrow_lora: bool = False  # an adapter has LoRA of a router or of a shared expert's gate
     tokens: TokenEmbeddings | None = None  # None: no layer takes of its token what is not in the residual
     latent_lora: LatentLoraBatch | None = None  # None: no row has LoRA of what latent attention absorbs
+    outputs: OutputBatch | None = None  # None: no row's adapter scales or shifts outputs
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class LoraLinear:
         y = context.kernels.layer_linear(x, self.weight, self.bias)
         if context.lora is not None:
             context.kernels.lora.add(y, x, context.pool, layer, context.lora, self.modules)
+        if context.outputs is not None:
+            context.kernels.outputs.apply(y, context.pool, layer, context.outputs, self.modules)
         return y
 
 

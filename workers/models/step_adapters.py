@@ -13,6 +13,7 @@ from ...kernels.backend import Kernels
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
+from ...kernels.output_vectors import OutputBatch
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class StepAdapters:
     experts: ExpertLoraBatch | None  # None: no adapter has parts for experts
     has_narrow: bool = False  # an adapter has LoRA of NARROW_MODULES
     latent: LatentLoraBatch | None = None  # None: no adapter has LoRA of what latent attention absorbs
+    outputs: OutputBatch | None = None  # None: no adapter scales or shifts outputs
 
 
 class AdapterTables:
@@ -63,7 +65,8 @@ class AdapterTables:
         latent = None
         if self._absorbed is not None:
             latent = LatentLoraBatch.make(segments, self._geometry, self._absorbed, self._device)
-        return StepAdapters(lora, experts, has_narrow, latent)
+        outputs = self._kernels.outputs.prepare(segments, self._geometry, self._device)
+        return StepAdapters(lora, experts, has_narrow, latent, outputs)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
         """Tables for the adapters of `num_rows` and `num_segments`; None: graphs cannot have adapters of this base."""
@@ -97,9 +100,10 @@ class AdapterTables:
     def refill(self, reserved: StepAdapters, step: StepAdapters) -> bool:
         """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` is undefined.
 
-        LoRA of routers and gates is not recorded, since steps without it would launch its kernels, too.
+        LoRA of routers and gates is not recorded, since steps without it would launch its kernels, too; nor is what
+        scales and shifts outputs.
         """
-        if step.has_narrow:
+        if step.has_narrow or step.outputs is not None:
             return False
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"

@@ -10,6 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from ...adapters.adapter import EXPERT_MODULES, BaseShape, BaseTensor
+
 _LENGTH_BYTES = 8  # before the header, which is JSON
 _MAX_HEADER_BYTES = 100_000_000  # the format's own bound
 _PIECE_BYTES = 1 << 20
@@ -186,3 +188,23 @@ def folder_has_head(folder: Path) -> bool:
     """Whether files of a model folder, which may lack some, have the head. Raises ValueError for a damaged file."""
     paths = filter(Path.is_file, shards(folder))
     return HEAD in named_in_full({tensor.name: tensor for path in paths for tensor in stored_tensors(path)})
+
+
+def base_tensors(folder: Path, shape: BaseShape) -> dict[str, BaseTensor]:
+    """Weights and biases of the linears of a model folder's layers, by their names in a model of text alone.
+
+    Raises ValueError for a damaged file.
+    """
+    stored = named_in_full({tensor.name: tensor for path in shards(folder) for tensor in stored_tensors(path)})
+    linears = [shape.path(name) for name in shape.names if name not in EXPERT_MODULES]
+    names = (
+        f"{_PREFIX}layers.{layer}.{linear}.{part}"
+        for layer in range(shape.num_layers)
+        for linear in linears
+        for part in ("weight", "bias")
+    )
+    return {
+        name: BaseTensor(str(tensor.path), tensor.dtype, tensor.shape, tensor.start)
+        for name in names
+        if (tensor := stored.get(name)) is not None
+    }

@@ -250,6 +250,20 @@ class TenantRegistry:
     async def resume(self, name: str, actor: Actor) -> TenantRecord:
         return await self.change(name, {"is_suspended": False}, actor, "tenant.resume")
 
+    async def pause(self, name: str, until: float, admission: Admission) -> None:
+        """The tenant's requests wait until this Unix time; 0: no more. It is no entry of the audit log.
+
+        A tenant that is there by its keys alone still is. `admission`: of the tenant's request. Raises TenantEnding,
+        CallerGone.
+        """
+
+        def make(records: Found) -> Wanted:
+            before = records.tenant or TenantRecord(name=name, is_gone=True)
+            _check_not_ending(before)
+            return Wanted(entry=None, tenant=structs.replace(before, paused_until=until))
+
+        await self._changes.change(name, (), make, admission=admission)
+
     async def delete(self, name: str, actor: Actor) -> int:
         """Deletes a tenant and everything that belongs to it, and returns how many adapters this call has deleted.
 

@@ -39,6 +39,7 @@ class TenantRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_ended: int = 0  # tenants that had this name before and were deleted, one that is ending included
     weight: float = 1.0  # its share of what gangs compute, beside those of other tenants
     is_background: bool = False  # its requests yield to all others
+    paused_until: float = 0.0  # Unix time, seconds, until which its requests wait; 0: it has not paused them
     quota: Quota = Quota()
     user_quota: Quota = Quota()  # of each of its users
 
