@@ -314,7 +314,12 @@ class TextService:
         if is_short:
             return work()
         async with self._turns.of(self._tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            done = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(done)
+            except asyncio.CancelledError:  # its thread works on, and only then is its tenant's turn over
+                await asyncio.wait([done])
+                raise
 
     def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # The batch call releases the GIL, which `encode` holds: a thread alone would not help.
