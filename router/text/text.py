@@ -319,6 +319,8 @@ class TextService:
                 return await asyncio.shield(done)
             except asyncio.CancelledError:  # its thread works on, and only then is its tenant's turn over
                 await asyncio.wait([done])
+                if not done.cancelled():
+                    done.exception()  # else asyncio logs it, and it may quote the text
                 raise
 
     def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,21 @@ async def test_all_chats_of_the_adapter_are_rendered_by_it(tmp_path: Path) -> No
         for model in ("plain", BASE):
             assert (await answer("/tokenize", **chat | {"model": model}))["tokens"] != own
         assert (await answer("/tokenize", prompt="hello"))["tokens"] == rig.ids("hello")
+
+
+async def test_chats_that_loop_and_are_given_up_leave_no_trace_in_logs(caplog: pytest.LogCaptureFixture) -> None:
+    """Another tenant's chats are rendered meanwhile, by another process."""
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}" + OTHER
+    loops = "{% if messages[0].content == 'go' %}" + loops + "{% endif %}" + OTHER
+    templates = templates_of(text_service(), OTHER, loops)
+    greedy, quiet = await templates.text("greedy", version(loops)), await templates.text("quiet", version(OTHER))
+    flood = [asyncio.create_task(prompt({"messages": [{"role": "user", "content": "go"}]}, greedy)) for _ in range(8)]
+    await asyncio.sleep(0.1)
+    for one in flood[:4]:
+        one.cancel()
+    for _ in range(3):
+        assert len(await prompt({"messages": [{"role": "user", "content": "hello"}]}, quiet)) == 3
+    ended = await asyncio.gather(*flood, return_exceptions=True)
+    assert [type(each) for each in ended] == 4 * [asyncio.CancelledError] + 4 * [list]
+    gc.collect()
+    assert not caplog.records
