@@ -59,15 +59,15 @@ class UploadProcesses:
     async def checked(
         self, config: bytes | Combination, tensors: Path, num_bytes: int, max_packed_bytes: int
     ) -> AsyncIterator[CheckedUpload]:
-        """The upload, if it is an adapter of the base, or the combination of stored ones, without a file.
+        """The upload, if it is an adapter of the base, or the combination of stored ones, written to `tensors`.
 
-        `num_bytes`: of the file `tensors`, or of those of the combination's parts.
+        `num_bytes`: of the file `tensors`, or of the combination's parts.
 
         Raises AdapterInvalid, UploadTooLarge, UploadUnchecked, and OSError if the disk fails.
         """
         cpu_s = CPU_S + CPU_S_PER_GIB * num_bytes / (1 << 30)
         check = Check(
-            tensors="" if isinstance(config, Combination) else str(tensors),
+            tensors=str(tensors),
             store=str(self._store),
             layouts=self._layouts,
             max_packed_bytes=max_packed_bytes,
@@ -204,10 +204,10 @@ class UploadService:
         The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. A combination is made of stored adapters, and has no file. `chat_template`: by which
-        its chats are rendered; empty: the base's. Once this returns, the adapter is on disk. `admission` and `entry`:
-        see `NameRecords.register`. `take_room` gets the bytes of its pages before they are written, and may raise, as
-        may `check`.
+        removes both afterwards. A combination is made of stored adapters, and is written to `tensors`, which is empty.
+        `chat_template`: by which its chats are rendered; empty: the base's. Once this returns, the adapter is on disk.
+        `admission` and `entry`: see `NameRecords.register`. `take_room` gets the bytes of its pages before they are
+        written, and may raise, as may `check`.
 
         Raises AdapterInvalid, UploadTooLarge, CallerGone, VersionRefused for a new name without `activate`, NameTaken
         for a name that there is, if it `must_be_new`, QuotaExceeded if more would be stored than `bounds` let, and

@@ -46,13 +46,13 @@ MOST_RESIDENT_BYTES: Final = 256 << 20  # a process that has grown beyond ends, 
 CPU_S_PER_BASE_GIB: Final = 15.0  # of the base's weights that an adapter depends on
 
 CHECK: Final = b"check"  # the first frame of a question; then follow a `Check` and the config
-COMBINE: Final = b"combine"  # stored adapters: then follow a `Check`, without a file, and a `Combination`
+COMBINE: Final = b"combine"  # stored adapters: then follow a `Check` and a `Combination`
 STORE: Final = b"store"  # what was checked
 FORGET: Final = b"forget"  # it: until then the process holds its file
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    tensors: str  # path of the file; empty: there is none
+    tensors: str  # path of the file, or of an empty one for those of a combination
     store: str  # path of the folder
     layouts: tuple[AdapterLayout, ...]  # of one base
     max_packed_bytes: int
@@ -141,8 +141,10 @@ class Workbench:
         self._upload = None
         bound_cpu(check.cpu_s)
         store = AdapterStore(Path(check.store))
-        content = combine([store.load_content(part.digest) for part in combination.parts], combination)
-        _check_ranks(check, content.module_ranks)
+        # Mapped, parts take no memory: a disk that fails ends this process, and no router.
+        parts = [store.load_content(part.digest, mapped=True) for part in combination.parts]
+        with open(check.tensors, "w+b") as file:
+            content = combine(parts, combination, file, partial(_check_ranks, check))
         self._upload = content, check
         facts = _facts_of(content)
         return structs.replace(facts, base=combination.base, invocation_token_ids=content.invocation_token_ids)

@@ -318,8 +318,8 @@ class CompletionsApi:
         """All steps of a request. Each raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
-        if self._pauses is not None and identity.name in self._pauses.now and not is_line(http.scope):
-            await self._pauses.wait(identity.name)
+        if self._pauses is not None and not is_line(http.scope):
+            identity = await self._pauses.wait(http, identity)
         if self._accounts.precheck is not None:
             record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
         async with self._open_body(http, identity, kind) as request:

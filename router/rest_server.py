@@ -97,7 +97,8 @@ def create_app(
     templates = AdapterTemplates(text, uploads.chat_template)
     adapters = AdaptersApi(config, uploads, metrics, text, base_names, templates, quotas)
     responses = None if batches is None else batches.responses
-    pauses = None if administration is None else Pauses(view, dispatcher)
+    authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
+    pauses = None if administration is None else Pauses(view, dispatcher, authenticator)
     apis: list[object] = [
         CompletionsApi(
             config, base, dispatcher, view, text, templates, metrics, accounts, bodies, shadows, responses, pauses
@@ -129,7 +130,6 @@ def create_app(
     if batches is not None:
         routes += batches.routes()
     openapi = OpenApi(routes)
-    authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
     cors, outages = Cors(config), RegistryOutages(lambda: view.is_unreachable)
     app = Starlette()
     app.router.redirect_slashes = False

@@ -20,7 +20,7 @@ from ..adapters.registry.administration.tenant_registry import TenantRegistry
 from ..adapters.registry.registry_view import RegistryView
 from ..adapters.registry.tenants.records import TenantRecord
 from .fleet.dispatch import MAX_PAUSE_S, Dispatcher
-from .http.auth import Identity
+from .http.auth import Authenticates, Identity
 from .http.errors import RETRY_AFTER_S, ApiError, invalid_value
 from .http.route import route
 from .versions.version_choice import BaseModel
@@ -46,16 +46,27 @@ class Pauses:
     events come before that of its end. Running sequences wait in the dispatcher.
     """
 
-    def __init__(self, view: RegistryView, dispatcher: Dispatcher, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        view: RegistryView,
+        dispatcher: Dispatcher,
+        authenticator: Authenticates,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.now: dict[str, Pause] = {}  # by tenant; read only
-        self._dispatcher, self._clock = dispatcher, clock
+        self._dispatcher, self._authenticator, self._clock = dispatcher, authenticator, clock
         for tenant in view.keys.tenants():
             self._update(tenant)
         view.on_tenant = self._update
 
-    async def wait(self, tenant: str) -> None:
-        """Returns when the tenant's requests are paused no more. Raises 429 if too many of them wait here already."""
-        while (pause := self.now.get(tenant)) is not None:
+    async def wait(self, request: Request, identity: Identity) -> Identity:
+        """The caller, when the tenant's requests are paused no more: the key may have been revoked meanwhile.
+
+        Raises 429 if too many of them wait here already, and as `Authenticates.identify`.
+        """
+        if identity.name not in self.now:
+            return identity
+        while (pause := self.now.get(identity.name)) is not None:
             if pause.num_waiting >= MAX_HELD:
                 message = f"You have paused your requests, and {MAX_HELD} of them wait at this router already."
                 raise ApiError(429, message, code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
@@ -64,6 +75,7 @@ class Pauses:
                 await pause.ended.wait()
             finally:
                 pause.num_waiting -= 1
+        return self._authenticator.identify(request, "infer")
 
     def _update(self, tenant: TenantRecord) -> None:
         pause, left_s = self.now.get(tenant.name), tenant.paused_until - self._clock()

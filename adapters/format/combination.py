@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
 
 from ..errors import AdapterInvalid
-from .content import AdapterContent, LoraMatrices
+from .content import AdapterContent, LoraMatrices, ranks_over_layers
 from .products import MAX_PRODUCT_RANK, ProductMatrices
-from .tensor_file import Tensor, is_finite
+from .tensor_file import Tensor, is_finite, tensor_bytes
 
 CombinationType = Literal["cat", "svd", "linear", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
 MajoritySign = Literal["total", "frequency"]
@@ -39,7 +40,7 @@ class Combination(msgspec.Struct, frozen=True, kw_only=True):
     density: float | None = None  # the share of the numbers that pruning keeps
     majority_sign_method: MajoritySign = "total"
     svd_rank: int | None = None  # None: the largest of the parts' ranks
-    num_bytes: int = 0  # of the parts' tensors
+    num_bytes: int = 0  # of the parts' matrices, those that modules share once for each
     base: str = ""  # that the parts name; empty: none, or not all the same
 
 
@@ -59,11 +60,17 @@ def combination_problem(combination: Combination) -> str | None:
     return None
 
 
-def combine(contents: Sequence[AdapterContent], combination: Combination) -> AdapterContent:
+def combine(
+    contents: Sequence[AdapterContent],
+    combination: Combination,
+    file: BinaryIO,
+    check_ranks: Callable[[Mapping[str, int]], None] = lambda module_ranks: None,
+) -> AdapterContent:
     """The combination of adapters of one base, whose contents are in the order of its parts.
 
-    A module that some of them lack is combined of the others. Raises AdapterInvalid if their ranks or invocations do
-    not allow it, or its numbers overflow.
+    A module that some of them lack is combined of the others. Its matrices are written to `file`, which is empty, and
+    mapped from there, so that memory holds those of one module. `check_ranks` gets its `module_ranks` before, and may
+    raise. Raises AdapterInvalid if their ranks or invocations do not allow it, or its numbers overflow.
     """
     if len({content.invocation_token_ids for content in contents}) > 1:
         raise AdapterInvalid("activated LoRAs can be combined only with those of the same invocation tokens")
@@ -72,39 +79,73 @@ def combine(contents: Sequence[AdapterContent], combination: Combination) -> Ada
     start = hashlib.sha256(msgspec.json.encode(combination.parts)).digest()
     generator = np.random.Generator(np.random.PCG64(int.from_bytes(start, "little")))
     max_rank = max(lora.rank for content in contents for lora in content.matrices.values())
-    matrices: dict[tuple[int, str], LoraMatrices] = {}
-    for layer, module in sorted({key for content in contents for key in content.matrices}):
-        loras = [
+    loras = {
+        key: [
             (lora, part.weight * lora.scaling)
             for content, part in zip(contents, combination.parts, strict=True)
-            if (lora := content.matrices.get((layer, module))) is not None
+            if (lora := content.matrices.get(key)) is not None
         ]
+        for key in sorted({key for content in contents for key in content.matrices})
+    }
+    num_experts = max(content.num_experts for content in contents)
+    ranks: dict[tuple[int, str], int] = {}
+    for (layer, module), each in loras.items():
         try:
-            with np.errstate(over="ignore", invalid="ignore"):
-                a, b = _combined(loras, combination, max_rank, generator)
+            ranks[layer, module] = _rank(each, combination, max_rank)
         except ValueError as error:
             raise AdapterInvalid(f"{module} of layer {layer}: {error}") from error
-        matrices[layer, module] = LoraMatrices(a, b, 1.0)
-    num_experts = max(content.num_experts for content in contents)
+    check_ranks(ranks_over_layers(ranks, num_experts))
+    for (layer, module), each in loras.items():
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                a, b = _finite(*_combined(each, combination, ranks[layer, module], generator))
+        except ValueError as error:
+            raise AdapterInvalid(f"{module} of layer {layer}: {error}") from error
+        assert len(a) == b.shape[1] == ranks[layer, module]
+        file.write(tensor_bytes(a))
+        file.write(tensor_bytes(b))
+    file.flush()
+    numbers = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.float32)
+    matrices, position = dict[tuple[int, str], LoraMatrices](), 0
+    for key, each in loras.items():
+        rank, (num_in, num_out) = ranks[key], each[0][0].sides
+        a, b = np.split(numbers[position : position + rank * (num_in + num_out)], [rank * num_in])
+        matrices[key] = LoraMatrices(a.reshape(rank, num_in), b.reshape(num_out, rank), 1.0)
+        position += len(a) + len(b)
     return AdapterContent(matrices, num_experts, invocation_token_ids=contents[0].invocation_token_ids)
 
 
 _Loras = Sequence[tuple[LoraMatrices | ProductMatrices, float]]  # with the weight of each, its scaling included
 
 
-def _combined(
-    loras: _Loras, combination: Combination, max_rank: int, generator: np.random.Generator
-) -> tuple[Tensor, Tensor]:
-    """A and B of one module. Raises ValueError for ranks that do not fit, and for numbers that overflow."""
-    if combination.combination_type not in ("cat", "svd"):
-        return _finite(*_merged(loras, combination, generator))
-    a, b = _concatenated(loras)
-    if combination.combination_type == "svd":
-        return _truncated(a, b, combination.svd_rank or max_rank)
-    if len(a) > MAX_PRODUCT_RANK:
-        problem = f"the ranks are {len(a)} together, and at most {MAX_PRODUCT_RANK} are served"
+def _rank(loras: _Loras, combination: Combination, max_rank: int) -> int:
+    """The rank of one module. Raises ValueError for ranks and kinds that do not fit. `max_rank`: of all parts."""
+    kind, ranks = combination.combination_type, sorted({lora.rank for lora, _ in loras})
+    if kind not in ("cat", "svd"):
+        if any(isinstance(lora, ProductMatrices) for lora, _ in loras):
+            raise ValueError(f"{kind} combines A and B of LoRA, and VeRA, LoHa and LoKr have others: use cat or svd")
+        if len(ranks) > 1:
+            raise ValueError(
+                f"{kind} needs adapters of one rank, and they have {', '.join(map(str, ranks))}: use cat or svd"
+            )
+        return ranks[0]
+    rank = sum(lora.rank for lora, _ in loras)
+    if kind == "svd":
+        return min(combination.svd_rank or max_rank, rank, *loras[0][0].sides)
+    if rank > MAX_PRODUCT_RANK:
+        problem = f"the ranks are {rank} together, and at most {MAX_PRODUCT_RANK} are served"
         raise ValueError(f"{problem}: use svd with a svd_rank, or linear")
-    return _finite(a, b)
+    return rank
+
+
+def _combined(
+    loras: _Loras, combination: Combination, rank: int, generator: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """A and B of one module. Raises ValueError for numbers that overflow."""
+    if combination.combination_type not in ("cat", "svd"):
+        return _merged(loras, combination, generator)
+    a, b = _concatenated(loras)
+    return (a, b) if combination.combination_type == "cat" else _truncated(a, b, rank)
 
 
 def _finite(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,19 +165,11 @@ def _truncated(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     a_basis, a_factor = np.linalg.qr(a.T)
     b_basis, b_factor = np.linalg.qr(_finite(a, b)[1])
     u, s, v = np.linalg.svd(_finite(a_factor, b_factor @ a_factor.T)[1])
-    rank = min(rank, len(s))
     return v[:rank] @ a_basis.T, b_basis @ (u[:, :rank] * s[:rank])
 
 
 def _merged(loras: _Loras, combination: Combination, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """A and B by themselves, each with the root of the weight. Raises ValueError for ranks that differ."""
-    ranks, kind = sorted({lora.rank for lora, _ in loras}), combination.combination_type
-    if any(isinstance(lora, ProductMatrices) for lora, _ in loras):
-        raise ValueError(f"{kind} combines A and B of LoRA, and VeRA, LoHa and LoKr have others: use cat or svd")
-    if len(ranks) > 1:
-        raise ValueError(
-            f"{kind} needs adapters of one rank, and they have {', '.join(map(str, ranks))}: use cat or svd"
-        )
+    """A and B by themselves, each with the root of the weight."""
     roots = np.array([math.sqrt(abs(weight)) for _, weight in loras], np.float32)
     signs = np.array([math.copysign(1.0, weight) for _, weight in loras], np.float32)
     a = np.stack([lora.a.astype(np.float32) for lora, _ in loras])

@@ -290,12 +290,15 @@ class AdapterStore:
         except OSError:
             return 0
 
-    def load_content(self, digest: str) -> AdapterContent:
-        """The adapter as uploaded, verified by its digest. Raises AdapterCorrupt, or StoreUnavailable as above."""
+    def load_content(self, digest: str, mapped: bool = False) -> AdapterContent:
+        """The adapter as uploaded, verified by its digest. Raises AdapterCorrupt, or StoreUnavailable as above.
+
+        `mapped`: as for `TensorFile`.
+        """
         folder = self._folder(digest)
         try:
             manifest = parse_object((folder / _MANIFEST_FILE).read_bytes(), _MANIFEST_FILE)
-            content = _content(TensorFile(folder / TENSORS_FILE, TENSORS_FILE, mapped=False), manifest)
+            content = _content(TensorFile(folder / TENSORS_FILE, TENSORS_FILE, mapped), manifest)
             actual_digest = content.digest
         except FileNotFoundError as error:
             if not self._is_there():

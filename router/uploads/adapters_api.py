@@ -193,6 +193,7 @@ class AdaptersApi:
         """As PEFT's `add_weighted_adapter`. The new version stays when its parts go. It counts as an upload."""
         parts = [await self._part(identity, part.adapter) for part in body.adapters]
         bases, templates = {part.base for part in parts}, {part.response_template for part in parts}
+        foreign = sorted(base for base in bases if self._base_warnings(base))
         if len(templates) > 1:
             raise invalid_value("adapters", "they have different response templates: combine those of one form.")
         combination = Combination(
@@ -203,8 +204,9 @@ class AdaptersApi:
             density=body.density,
             majority_sign_method=body.majority_sign_method,
             svd_rank=body.svd_rank,
-            num_bytes=sum(part.num_bytes for part in parts),
-            base=bases.pop() if len(bases) == 1 else "",
+            # Packed, what modules share is there for each, and each factor of VeRA, LoHa and LoKr as its product.
+            num_bytes=sum(max(part.num_bytes, part.packed_bytes) for part in parts),
+            base=foreign[0] if foreign else bases.pop() if len(bases) == 1 else "",
         )
         if problem := combination_problem(combination):
             raise invalid_value("adapters", f"{problem}.")

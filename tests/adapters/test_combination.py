@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.combination import Combination, WeightedAdapter, combination_problem, combine
+from motet.adapters.format.combination import Combination, WeightedAdapter, combination_problem
+from motet.adapters.format.combination import combine as combine_into
 from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.format.validation import validate
 from motet.workers.models.config import ModelConfig
@@ -66,6 +70,11 @@ def combination_of(weights: list[float], **fields: Any) -> Combination:
     return Combination(
         parts=tuple(WeightedAdapter(f"{place:064x}", weight) for place, weight in enumerate(weights)), **fields
     )
+
+
+def combine(contents: Sequence[AdapterContent], combination: Combination) -> AdapterContent:
+    with TemporaryFile() as file:
+        return combine_into(contents, combination, file)
 
 
 CASES = [
@@ -178,4 +187,53 @@ def test_parts_are_read_from_the_file_that_peft_wrote(folder: Path) -> None:
     stored = load_file(folder / "first" / "adapter_model.safetensors")
     combined = combine([content], combination_of([1.0])).matrices[1, "v_proj"]
     expected = stored["base_model.model.model.layers.1.self_attn.v_proj.lora_A.weight"]
-    assert torch.equal(torch.from_numpy(combined.a), expected)
+    assert np.array_equal(combined.a, expected.numpy())
+
+
+@pytest.mark.parametrize("kind", ["cat", "svd", "linear", "dare_ties"])
+def test_memory_holds_one_module_of_the_result(kind: str) -> None:
+    rank, width, num_layers = 8, 4000, 24
+    numbers = np.random.default_rng(0)
+    a, b = _random(numbers, rank, width), _random(numbers, width, rank)
+    part = AdapterContent({(layer, "q_proj"): LoraMatrices(a, b, 1.0) for layer in range(num_layers)})
+    density = 0.5 if kind == "dare_ties" else None
+    combination = combination_of([1.0, 1.0], combination_type=kind, density=density)
+    tracemalloc.start()
+    try:
+        combined = combine([part, part], combination)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert combined.num_bytes >= num_layers * (a.nbytes + b.nbytes)
+    assert peak_bytes < combined.num_bytes
+
+
+def test_ranks_are_checked_before_anything_is_written(folder: Path) -> None:
+    contents = contents_of(folder, ("first", "third"))
+
+    def refuse(module_ranks: Any) -> None:
+        assert module_ranks == {"q_proj": 10, "v_proj": 4, "down_proj": 6}
+        raise AdapterInvalid("too many pages")
+
+    with TemporaryFile() as file:
+        with pytest.raises(AdapterInvalid, match="too many pages"):
+            combine_into(contents, combination_of([1.0, 1.0]), file, refuse)
+        assert file.tell() == 0
+
+
+@pytest.mark.parametrize("size", [1e38, 1e-38, 1e-45])
+@pytest.mark.parametrize("kind", ["cat", "svd", "linear", "ties", "dare_ties"])
+def test_numbers_of_any_size_make_finite_ones_or_are_refused(kind: str, size: float) -> None:
+    part = AdapterContent(
+        {(0, "q_proj"): LoraMatrices(np.full((2, 4), size, np.float32), np.full((3, 2), size, np.float32), 1.0)}
+    )
+    density = 0.5 if "ties" in kind else None
+    combination = combination_of([3.0, 5.0], combination_type=kind, density=density)
+    try:
+        combined = combine([part, part], combination)
+    except AdapterInvalid:
+        with pytest.raises(AdapterInvalid, match="overflows float32"):
+            combine([part, part], combination)
+        return
+    lora = combined.matrices[0, "q_proj"]
+    assert np.isfinite(lora.a).all() and np.isfinite(lora.b).all()

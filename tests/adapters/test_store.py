@@ -106,7 +106,7 @@ def test_chat_templates_stay_beside_an_adapter_and_a_damaged_one_is_noticed(
     assert [store.load_template(content.digest, digest) for digest in digests[:2]] == [first, second]
     file_of(tmp_path, content.digest, f"{digests[1]}.jinja").write_bytes(b"\xff")
     for digest in (digests[1], "0" * 64):
-        with pytest.raises(AdapterCorrupt, match="the chat template of adapter .* is missing or damaged: upload it"):
+        with pytest.raises(AdapterCorrupt, match=r"the chat template of adapter .* is missing or damaged: upload it"):
             store.load_template(content.digest, digest)
     (tmp_path / "deep" / "store").rename(tmp_path / "away")
     with pytest.raises(StoreUnavailable):

@@ -248,6 +248,30 @@ async def test_so_many_wait_while_they_are_paused_and_no_more(
     assert (await waiting[1]).status_code == 200
 
 
+@pytest.mark.parametrize("change", ["key", "tenant", "suspension"])
+async def test_what_waited_is_refused_if_its_caller_was_deleted_or_suspended_meanwhile(
+    routers: list[TenantsRig], redis_client: Redis, change: str
+) -> None:
+    first, second = routers
+    made, other = await first.done("POST", "/v1/admin/tenants/acme/keys", json={}), await first.make_key("acme")
+    key = made["key"]
+    await second.view.catch_up()
+    await first.done("POST", PAUSE, key)
+    await eventually(lambda: "acme" in second.app.state.pauses.now)
+    sent = asyncio.create_task(second.refused("POST", "/v1/completions", key, json=COMPLETION))
+    await eventually(lambda: second.app.state.pauses.now["acme"].num_waiting == 1)
+    if change == "key":
+        await first.done("DELETE", f"/v1/admin/keys/{made['id']}")
+        await first.done("POST", "/resume", other)
+    elif change == "tenant":
+        await first.done("DELETE", "/v1/admin/tenants/acme")
+    else:
+        await first.done("POST", "/v1/admin/tenants/acme/suspend")
+        await TenantRegistry(redis_client).pause("acme", 0.0, Admission(incarnation=0, last_event=1 << 40))
+    assert await sent == ((403, "tenant_suspended") if change == "suspension" else (401, "invalid_api_key"))
+    assert second.dispatcher.submitted == []
+
+
 async def test_a_pause_makes_no_tenant(routers: list[TenantsRig], redis_client: Redis) -> None:
     """One of a file of keys is there as long as its keys are."""
     rig, tenants = routers[0], TenantRegistry(redis_client)
