@@ -59,7 +59,7 @@ class UploadProcesses:
     async def checked(
         self, config: bytes | Combination, tensors: Path, num_bytes: int, max_packed_bytes: int
     ) -> AsyncIterator[CheckedUpload]:
-        """The upload, if it is an adapter of the base, or the combination of stored ones, which is written to `tensors`.
+        """The upload, if it is an adapter of the base, or the combination of stored ones, written to `tensors`.
 
         `num_bytes`: of the file `tensors`, or of the combination's parts.
 
@@ -189,6 +189,7 @@ class UploadService:
         tensors: Path,
         *,
         response_template: str = "",
+        chat_template: str = "",
         activate: bool = True,
         must_be_new: bool = False,
         note: VersionNote | None = None,
@@ -203,10 +204,10 @@ class UploadService:
         The name points to it from now on, unless `activate` is False: then it is only in the name's history.
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
-        removes both afterwards. A combination is made of stored adapters, and is
-        written to `tensors`, which is empty. Once this returns, the
-        adapter is on disk. `admission` and `entry`: see `NameRecords.register`. `take_room` gets the bytes of its pages
-        before they are written, and may raise, as may `check`.
+        removes both afterwards. A combination is made of stored adapters, and is written to `tensors`, which is empty.
+        `chat_template`: by which its chats are rendered; empty: the base's. Once this returns, the adapter is on disk.
+        `admission` and `entry`: see `NameRecords.register`. `take_room` gets the bytes of its pages before they are
+        written, and may raise, as may `check`.
 
         Raises AdapterInvalid, UploadTooLarge, CallerGone, VersionRefused for a new name without `activate`, NameTaken
         for a name that there is, if it `must_be_new`, QuotaExceeded if more would be stored than `bounds` let, and
@@ -222,6 +223,9 @@ class UploadService:
                 await self._check_registrable(tenant, name, upload, bounds, activate=activate)
                 take_room(packed_bytes(self._layouts, upload.module_ranks))
                 await upload.store()
+                template = ""
+                if chat_template:
+                    template = await asyncio.to_thread(self._store.put_template, upload.digest, chat_template)
             adapter, current, created = await self._registry.names.register(
                 tenant,
                 name,
@@ -232,6 +236,7 @@ class UploadService:
                 base=upload.base,
                 response_template=response_template,
                 invocation_token_ids=upload.invocation_token_ids,
+                chat_template=template,
                 activate=activate,
                 must_be_new=must_be_new,
                 note=note,
@@ -242,6 +247,10 @@ class UploadService:
         self._view.apply(AdapterSet(current))
         await self._view.spread()
         return adapter, created
+
+    async def chat_template(self, adapter: AdapterVersion) -> str:
+        """The version's own, which it has. Raises AdapterCorrupt, StoreUnavailable."""
+        return await asyncio.to_thread(self._store.load_template, adapter.digest, adapter.chat_template)
 
     async def state(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> NameState:
         """The name with its history, if the caller sees it. Raises NoSuchName, RegistryUnavailable."""

@@ -22,6 +22,7 @@ from .answer_kinds import (
     Embeddings,
     FormParts,
     MessageBlocks,
+    OfChat,
     PromptTokens,
     ResponseItems,
     TextCompletion,
@@ -77,20 +78,27 @@ from .openai.sampling_params import (
 from .responses.response_form import ResponseForm
 from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
 from .tenancy.account import Accounts, AnswerRequest
+from .text.adapter_templates import AdapterTemplates
 from .text.text import TextService
 from .training_api import Pauses
 from .versions.shadow_sender import ShadowSender
-from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter
+from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter, templates_of
 
 # The id of an answer: a new one, or that of the answer whose stream the client resumes.
 
 
 async def answer_id(
-    prefix: str, generation: GenerationRequest, position: StreamPosition | None, choice: VersionChoice, context: int
-) -> tuple[ResponseId, VersionChoice]:
+    prefix: str,
+    generation: GenerationRequest,
+    position: StreamPosition | None,
+    choice: VersionChoice,
+    rendering: AdapterVersion | None,
+    context: int,
+) -> tuple[ResponseId, VersionChoice] | None:
     """The answer's id, and the choice with the version that its stream began with. `context`: tokens of the model's.
 
-    Raises a 400 if the resumed stream belongs to another request.
+    None: the resumed stream belongs to another request, or to a version with other templates than `rendering`, by whose
+    the prompts are rendered.
     """
     share, prompts = LoopShare(), []
     for prompt in generation.prompts:
@@ -108,14 +116,12 @@ async def answer_id(
     if position is None:
         return new_response_id(prefix, int(time.time()), fingerprint(choice.version)), choice
     response_id = position.response_id
-    for candidate in choice.candidates():
-        if response_id.prefix == prefix and fingerprint(candidate) == response_id.fingerprint:
+    for candidate in choice.candidates() if response_id.prefix == prefix else ():
+        has_templates = templates_of(candidate) == templates_of(rendering)
+        if has_templates and fingerprint(candidate) == response_id.fingerprint:
             _check_position(position, generation, context)
             return response_id, choice.with_version(candidate)
-    raise wrong_position(
-        "it belongs to the answer to another request: send the same body with it. A stream cannot be resumed either if "
-        "the version of the adapter that it began with is kept no more."
-    )
+    return None
 
 
 def _check_position(position: StreamPosition, generation: GenerationRequest, context: int) -> None:
@@ -175,6 +181,7 @@ class CompletionsApi:
         dispatcher: Dispatcher,
         view: RegistryView,
         text: TextService,
+        templates: AdapterTemplates,
         metrics: Metrics,
         accounts: Accounts,
         bodies: BodyReader,
@@ -189,7 +196,7 @@ class CompletionsApi:
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
-        self._text = text
+        self._text, self._templates = text, templates
         self._metrics = metrics
         self._accounts = accounts
         self._shadows, self._responses, self._pauses = shadows, responses, pauses
@@ -299,11 +306,11 @@ class CompletionsApi:
         if self._accounts.precheck is not None:
             record.headers = self._accounts.precheck(identity, False)
         async with self._open_body(http, identity, _TOKEN_COUNT) as request:
-            await self._base.adapter(identity, request.model)
+            version = choose_version(await self._base.adapter(identity, request.model), request, identity).version
             record.model = request.model
             self._check(request, _TOKEN_COUNT)
-            gang = await self._base.gang()
-            prompts = await _TOKEN_COUNT.tokenize(request, self._text.of(identity.name), gang, "")
+            gang, text = await self._base.gang(), await self._templates.text(identity.name, version)
+            prompts = await _TOKEN_COUNT.tokenize(request, text, gang, "")
             self._leave_out(record, request, prompts, _TOKEN_COUNT)
         return message_chat.TokenCount(len(prompts.token_lists[0]))
 
@@ -326,22 +333,19 @@ class CompletionsApi:
             choice = choose_version(await self._base.adapter(identity, request.model), request, identity)
             record.model = request.model
             self._check(request, kind)
-            template = "" if choice.version is None else choice.version.response_template
-            gang, text = await self._base.gang(), self._text.of(identity.name)
-            prompts = await kind.tokenize(request, text, gang, template)
+            gang = await self._base.gang()
+            for rendering in [choice.version] if position is None else choice.renderings():
+                prompts, generation = await self._rendered(request, kind, identity, rendering, gang, record.request_id)
+                limit = gang.max_model_len
+                if answer := await answer_id(kind.id_prefix, generation, position, choice, rendering, limit):
+                    response_id, choice = answer
+                    break
+            else:
+                raise wrong_position(
+                    "it belongs to the answer to another request: send the same body with it. A stream cannot be "
+                    "resumed either if the version of the adapter that it began with is kept no more."
+                )
             self._leave_out(record, request, prompts, kind)
-            response_grammar = prompts.grammar
-            has_form, thinking = response_grammar is not None, prompts.thinking
-            rules = await token_rules(request, text, gang, has_form=has_form, thinking=thinking)
-            grammar = (
-                ""
-                if response_grammar is None
-                else await self._grammars.lark(identity.name, response_grammar, gang.vocab_size)
-            )
-        generation = _generation(request, kind, prompts, rules, grammar, identity, gang, record.request_id)
-        if len(generation.prompts) > (limit := self._config.now.max_sequences_per_request):
-            generation = replace(generation, most_at_once=limit)
-        response_id, choice = await answer_id(kind.id_prefix, generation, position, choice, gang.max_model_len)
         version = None if choice.version is None else f"{choice.version.name}@{choice.version.version}"
         head = AnswerHead(str(response_id), response_id.created, request.model, UNSET if version is None else version)
         record.answer = head.id[-NUM_ANSWER_CHARS:]
@@ -393,6 +397,33 @@ class CompletionsApi:
         if version is not None:
             response.raw_headers.append((VERSION_HEADER, version.encode()))
         return response
+
+    async def _rendered(
+        self,
+        request: R,
+        kind: AnswerKind[R],
+        identity: Identity,
+        version: AdapterVersion | None,
+        gang: GangInfo,
+        request_id: str,
+    ) -> tuple[PromptTokens, GenerationRequest]:
+        """The prompts, and what to generate after them, by this version's templates, with the base as model."""
+        text = self._text.of(identity.name)
+        if isinstance(kind, OfChat):
+            text = await self._templates.text(identity.name, version)
+        prompts = await kind.tokenize(request, text, gang, "" if version is None else version.response_template)
+        response_grammar = prompts.grammar
+        has_form, thinking = response_grammar is not None, prompts.thinking
+        rules = await token_rules(request, text, gang, has_form=has_form, thinking=thinking)
+        grammar = (
+            ""
+            if response_grammar is None
+            else await self._grammars.lark(identity.name, response_grammar, gang.vocab_size)
+        )
+        generation = _generation(request, kind, prompts, rules, grammar, identity, gang, request_id)
+        if len(generation.prompts) > (limit := self._config.now.max_sequences_per_request):
+            generation = replace(generation, most_at_once=limit)
+        return prompts, generation
 
     def _open_body(self, http: Request, identity: Identity, kind: AnswerKind[R]) -> AbstractAsyncContextManager[R]:
         """The request in the body. See `BodyReader.open`."""

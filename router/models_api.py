@@ -32,8 +32,9 @@ from .openai.answer_schema import Model
 from .openai.chat_prompt import chat_prompt
 from .openai.request_schema import DetokenizeAnswer, DetokenizeRequest, ServerVersion, TokenizeAnswer, TokenizeRequest
 from .openai.sampling_params import check_num_tokens, check_text, check_token_ids, num_kept
+from .text.adapter_templates import AdapterTemplates
 from .text.text import TextService
-from .versions.version_choice import BaseModel
+from .versions.version_choice import BaseModel, choose_version
 
 OWNER_OF_BASE = "motet"
 _name = attrgetter("name")
@@ -121,8 +122,15 @@ R = TypeVar("R", bound=BodyRequest)
 
 
 class TokenizeApi:
-    def __init__(self, config: CurrentConfig, base: BaseModel, bodies: BodyReader, text: TextService) -> None:
-        self._config, self._base, self._bodies, self._text = config, base, bodies, text
+    def __init__(
+        self,
+        config: CurrentConfig,
+        base: BaseModel,
+        bodies: BodyReader,
+        text: TextService,
+        templates: AdapterTemplates,
+    ) -> None:
+        self._config, self._base, self._bodies, self._text, self._templates = config, base, bodies, text, templates
 
     @route("GET", "/version", scope="infer", summary="The version of this motet.")
     async def version(self, request: Request, identity: Identity) -> ServerVersion:
@@ -142,12 +150,13 @@ class TokenizeApi:
     async def tokenize(self, http: Request, identity: Identity) -> Response:
         """The same tokens as for this prompt in `/v1/completions`, or for these messages in `/v1/chat/completions`."""
         async with self._open(http, identity, TokenizeRequest) as request:
-            await self._check_model(http, identity, request.model)
+            current = await self._current(http, identity, request.model)
             refuse_unsupported(request)
             gang, text = await self._base.gang(), self._text.of(identity.name)
             if request.prompt is None and not request.messages:
                 raise invalid_value("prompt", "a prompt or messages are needed.")
             if request.prompt is None:
+                text = await self._templates.text(identity.name, choose_version(current, request, identity).version)
                 token_ids = (await chat_prompt(request, text, gang)).token_ids
             elif request.messages:
                 raise invalid_value("prompt", "it cannot be combined with messages.")
@@ -179,7 +188,7 @@ class TokenizeApi:
     async def detokenize(self, http: Request, identity: Identity) -> Response:
         """The text, including that of special tokens."""
         async with self._open(http, identity, DetokenizeRequest) as request:
-            await self._check_model(http, identity, request.model)
+            await self._current(http, identity, request.model)
             gang = await self._base.gang()
             check_num_tokens(len(request.tokens), gang, "tokens")
             check_token_ids(request.tokens, gang.vocab_size, "tokens")
@@ -194,11 +203,13 @@ class TokenizeApi:
         max_bytes = max_body_bytes(context, 1, self._config.now.max_body_bytes)
         return self._bodies.open(http, identity.name, kind, max_bytes=max_bytes, context=context)
 
-    async def _check_model(self, http: Request, identity: Identity, model: str) -> None:
-        """Adapters use the base's tokenizer, so the name must only exist. Raises 404."""
-        if model:
-            await self._base.adapter(identity, model)
-            record_of(http.scope).model = model
+    async def _current(self, http: Request, identity: Identity, model: str) -> AdapterVersion | None:
+        """The current version of the adapter that a request names; None: the base. Raises 404."""
+        if not model:
+            return None
+        current = await self._base.adapter(identity, model)
+        record_of(http.scope).model = model
+        return current
 
 
 async def _listed(token_ids: Sequence[int], text: TextService | None = None) -> bytes:

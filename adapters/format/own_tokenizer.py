@@ -1,6 +1,6 @@
-"""The tokenizer in an adapter's folder. It is not served, only compared with the base's.
+"""The tokenizer in an adapter's folder. Its chat template is served; else it is only compared with the base's.
 
-A client sends what is compared, which is small, and not the files. Of a folder of the server the router reads it.
+A client sends these, which are small, and not the files. Of a folder of the server the router reads it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,11 @@ def tokenizer_files(folder: Path) -> list[str]:
     return [name for name in (*TOKENIZER_FILES, _TEMPLATES_FOLDER) if (folder / name).exists()]
 
 
-def read_own_tokenizer(folder: Path) -> OwnTokenizer:
-    """What the folder's tokenizer adds. Raises AdapterInvalid, which names the file, for one that cannot be read."""
+def read_own_tokenizer(folder: Path) -> tuple[OwnTokenizer, str]:
+    """What the folder's tokenizer adds, and the source of its chat template; empty: it has none.
+
+    Raises AdapterInvalid, which names the file, for one that cannot be read.
+    """
 
     def read(name: str) -> bytes | None:
         path = folder / name
@@ -63,12 +66,12 @@ def read_own_tokenizer(folder: Path) -> OwnTokenizer:
     return own_tokenizer(read, str(folder))
 
 
-def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> OwnTokenizer:
+def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> tuple[OwnTokenizer, str]:
     """The same of files by name. `read`: None: there is no such file. `where`: named in the error.
 
     >>> files = {"added_tokens.json": b'{"<tool>": 7}', "chat_template.jinja": b"{{ messages }}"}
     >>> own_tokenizer(files.get, "pirate")
-    OwnTokenizer(added_tokens={'<tool>': 7}, chat_template='f24189f...')
+    (OwnTokenizer(added_tokens={'<tool>': 7}, chat_template='f24189f...'), '{{ messages }}')
     """
 
     def object_of(name: str) -> dict[str, Any]:
@@ -81,15 +84,16 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> OwnTokeniz
         added |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
         added |= {token["content"]: token["id"] for token in object_of(FAST_FILE).get("added_tokens", [])}
         template = _template(read(TEMPLATE_FILE), config)
-        return msgspec.convert({"added_tokens": added, "chat_template": template}, OwnTokenizer)
+        digest = template_digest(template) if template else ""
+        return msgspec.convert({"added_tokens": added, "chat_template": digest}, OwnTokenizer), template
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         message = f"the tokenizer in {where} cannot be read ({error}): save it again, or remove it"
         raise AdapterInvalid(message) from error
 
 
 def _template(template_file: bytes | None, config: Mapping[str, Any]) -> str:
-    """The digest of the template of chats: a file of its own goes first, as in transformers."""
+    """The template of chats: a file of its own goes first, as in transformers."""
     template = template_file.decode("utf-8") if template_file is not None else config.get("chat_template")
     if isinstance(template, list):  # several, each with its name
         template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
-    return template_digest(template) if template else ""
+    return template or ""

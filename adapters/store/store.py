@@ -40,6 +40,7 @@ import numpy as np
 from ..adapter import BaseIdentity
 from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
 from ..format.content import AdapterContent, LoraMatrices, OutputVectors
+from ..format.own_tokenizer import template_digest
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.products import ProductMatrices
 from ..format.strict_json import parse_object
@@ -139,6 +140,7 @@ _OUTPUTS, _NUM_OUTPUTS, _PRODUCTS = "outputs_source", "num_outputs", "products"
 _OUTPUTS_NAME = re.compile(r"(?P<layer>[0-9]+)\.(?P<module>[a-z0-9_.]+)\.outputs\.(?P<crc>[0-9a-f]{8})")
 _MARK_FILE = "unreferenced"
 _PACKED_SUFFIX = ".packed"
+_TEMPLATE_SUFFIX = ".jinja"
 _BASE_FILE = "base"
 _ID_FILE = "id"
 BEGINNINGS = tuple(f"{number:02x}" for number in range(256))  # of digests: the names of the store's folders
@@ -211,6 +213,27 @@ class AdapterStore:
                     write_packed(file, content.digest, layout, num_pages, packed_chunks(content, layout))
             (folder / _MARK_FILE).unlink(missing_ok=True)
         return content
+
+    def put_template(self, digest: str, template: str) -> str:
+        """Keeps a chat template with an adapter that is stored. Returns its digest."""
+        own_digest = template_digest(template)
+        with self._lock(fcntl.LOCK_SH), replacing(self._template_path(digest, own_digest), self._temporary) as file:
+            file.write(template.encode())
+        return own_digest
+
+    def load_template(self, digest: str, own_digest: str) -> str:
+        """The chat template with this digest that an adapter has. Raises AdapterCorrupt or StoreUnavailable."""
+        try:
+            template = self._template_path(digest, own_digest).read_bytes().decode()
+        except (FileNotFoundError, UnicodeDecodeError) as error:
+            if not self._is_there():
+                raise StoreUnavailable("the store of adapters is not there; try again later") from error
+            template = ""
+        except OSError as error:
+            raise _unavailable(error) from error
+        if template_digest(template) != own_digest:
+            raise AdapterCorrupt(f"the chat template of adapter {digest} is missing or damaged: upload it again")
+        return template
 
     def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
@@ -411,6 +434,9 @@ class AdapterStore:
         if not _DIGEST.fullmatch(digest):
             raise AdapterCorrupt(f"{digest!r} is not a digest of 64 hexadecimal digits")
         return self.root / digest[:2] / digest
+
+    def _template_path(self, digest: str, own_digest: str) -> Path:
+        return self._folder(digest) / f"{own_digest}{_TEMPLATE_SUFFIX}"
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
         return self._folder(digest) / _packed_name(layout)

@@ -149,8 +149,8 @@ class MotetClient:
     ) -> tuple[AdapterInfo, bool]:
         """The registered version, and whether it is new. `on_progress(sent, total)` counts the tensors' bytes.
 
-        The tensors are streamed from disk. Of its tokenizer only the parts are sent that the server compares with the
-        base's: RequestRefused if the adapter needs tokens that the base does not have.
+        The tensors are streamed from disk. Of its tokenizer the chat template is sent, by which its chats are rendered,
+        and what the server compares with the base's: RequestRefused if the adapter needs tokens that the base lacks.
 
         `response_template`: name of the form in which it writes calls and thoughts; empty: in the base's.
         Without `activate` the current version stays the current one. `is_private`: it belongs to the key's user alone.
@@ -171,7 +171,8 @@ class MotetClient:
         data |= {} if activate else {"activate": "false"}
         data |= {"private": "true"} if is_private else {}
         data |= {"response_template": response_template} if response_template else {}
-        tokenizer = _own_tokenizer(folder)
+        tokenizer, template = _own_tokenizer(folder)
+        data |= {"chat_template": template} if template else {}
         if tokenizer != NO_TOKENIZER:
             data["tokenizer"] = msgspec.json.encode(tokenizer).decode()
         with _MeteredFile(tensors_path, on_progress) as tensors:
@@ -342,7 +343,7 @@ def _check_name(name: str) -> None:
         raise ClientError(str(error)) from error
 
 
-def _own_tokenizer(folder: Path) -> OwnTokenizer:
+def _own_tokenizer(folder: Path) -> tuple[OwnTokenizer, str]:
     try:
         return read_own_tokenizer(folder)
     except (AdapterInvalid, OSError) as error:

@@ -50,7 +50,7 @@ def upload(
     console = Console(stderr=True)
     unserved = tokenizer_files(folder)
     if unserved:
-        click.echo(f"not served: {', '.join(unserved)}. Chats use the base's tokenizer and chat template", err=True)
+        click.echo(f"of {', '.join(unserved)} only a chat template is served, with the base's tokenizer", err=True)
     tensors_path = folder / ADAPTER_FILES[1]
     silent = not console.is_terminal and tensors_path.is_file() and tensors_path.stat().st_size < SILENT_BYTES
     with ProgressDisplay(console) as progress:

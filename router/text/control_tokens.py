@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer, models
@@ -108,13 +108,24 @@ class ControlNames:
     in_answers: frozenset[str]
 
 
-def control_names(tokens: AddedTokens, template: str, apply: Apply) -> ControlNames:
+class RenderedChats(NamedTuple):
+    """What a template makes of chats that hold no control tokens, without those that it refuses."""
+
+    closed: list[str]
+    open: list[str]  # for an answer
+
+
+def rendered_chats(apply: Apply) -> RenderedChats:
+    return RenderedChats([*_rendered(apply)], [*_rendered(apply, add_generation_prompt=True)])
+
+
+def control_names(tokens: AddedTokens, template: str, chats: RenderedChats) -> ControlNames:
     """All special tokens, and of the others those that the template writes. `template`: its source."""
     names = {name for name in tokens.names if not name.isspace()}
     special = frozenset(names & tokens.special)
     ordinary = names - special
-    ends = {name for text in _rendered(apply) for name in tokens.names_in(text.rpartition(_ANSWER)[2])}
-    begins = {name for text in _rendered(apply, add_generation_prompt=True) for name in tokens.names_in(text)}
+    ends = {name for text in chats.closed for name in tokens.names_in(text.rpartition(_ANSWER)[2])}
+    begins = {name for text in chats.open for name in tokens.names_in(text)}
     literal = {name for name in ordinary if name in template}
     return ControlNames(
         in_messages=special | (ordinary & (ends | begins | literal)),

@@ -17,8 +17,16 @@ from ...adapters.format.own_tokenizer import template_digest
 from ...adapters.tenant_places import TenantPlaces
 from ..config import TextsWithControlTokens
 from .answer_format import BY_TEMPLATE, AnswerFormat, answer_format, named_format
-from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat, template_forms
-from .control_tokens import TEMPLATE_ERRORS, AddedTokens, ControlTokens, control_names
+from .chat_renderer import ChatRenderer, ChatTemplateError, RenderedChat, TemplateForms, template_forms
+from .control_tokens import (
+    TEMPLATE_ERRORS,
+    AddedTokens,
+    Apply,
+    ControlTokens,
+    RenderedChats,
+    control_names,
+    rendered_chats,
+)
 from .model_tokenizer import OwnPooling, load_tokenizer, own_pooling
 from .token_bytes import NUM_KEPT_TOKENS, TokenBytes, max_bytes_per_token
 
@@ -83,6 +91,7 @@ class TextService:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._turns, self._tenant = TenantPlaces(NUM_THREADS, MOST_THREADS), ""
         self._control_tokens = control_tokens
+        self._apply: Apply
         added = AddedTokens(self._backend)
         template = _template_of(tokenizer)
         self.answer_format = answer_format(response_template, tokenizer, added.names)
@@ -90,10 +99,12 @@ class TextService:
         self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format, of which there are few
         self._added_ids = frozenset(added.by_id)
         self._special_ids = {token_id: token.content for token_id, token in added.by_id.items() if token.special}
-        names = control_names(added, template, self._apply_template)
-        self.forms = template_forms(template, self._apply_template)
+        apply = self._apply = partial(_applied, tokenizer)
+        names = control_names(added, template, rendered_chats(apply))
+        self.forms = template_forms(template, apply)
+        self._has_template, self._is_own_template = tokenizer.chat_template is not None, False
         self._tokens = ControlTokens(self._backend, added, names.in_messages)
-        self._renderer = ChatRenderer(self._apply_template, self._tokens, names.in_answers)
+        self._renderer = ChatRenderer(apply, self._tokens, names.in_answers)
 
     @classmethod
     def from_folder(
@@ -109,6 +120,30 @@ class TextService:
         """The same service for this tenant's texts: long ones have a fair turn beside those of others."""
         clone = copy(self)
         clone._tenant = tenant
+        return clone
+
+    def with_template(
+        self,
+        template: str,
+        forms: TemplateForms,
+        chats: RenderedChats,
+        apply: Apply,
+        threads: ThreadPoolExecutor,
+        turns: TenantPlaces,
+    ) -> TextService:
+        """The same service for chats of adapters with this template, which `apply` renders, slowly. Blocking.
+
+        `forms`, `chats`: what it does and what it makes of small chats. `threads`, by `turns`: for all that is not
+        short, so that texts of others do not wait for it.
+        """
+        clone, added = copy(self), self._tokens.added
+        names = control_names(added, template, chats)
+        if names.in_messages != self._tokens.names:
+            clone._tokens = ControlTokens(self._backend, added, names.in_messages)
+        clone.forms, clone._apply = forms, apply
+        clone._renderer = ChatRenderer(apply, clone._tokens, names.in_answers)
+        clone._has_template = clone._is_own_template = True
+        clone._threads, clone._turns = threads, turns
         return clone
 
     def token_id(self, token: str) -> int | None:
@@ -134,6 +169,11 @@ class TextService:
     def special_ids(self) -> Mapping[str, int]:
         """Ids of the special tokens, by name."""
         return {name: token_id for token_id, name in self._special_ids.items()}
+
+    @property
+    def special_tokens(self) -> Mapping[str, str]:
+        """Special tokens by the names that templates know, such as `bos_token`."""
+        return dict(self._templated.special_tokens_map)
 
     @property
     def template_digest(self) -> str:
@@ -241,7 +281,7 @@ class TextService:
         The messages are in the forms that `forms` says. `arguments`: more of the template's. Raises
         `ChatTemplateError`.
         """
-        if self._templated.chat_template is None:
+        if not self._has_template:
             raise ChatTemplateError("this model has no chat template, so it cannot chat; use /v1/completions")
         reserved = sorted(RESERVED_TEMPLATE_ARGUMENTS.intersection(arguments))
         if reserved:
@@ -256,27 +296,32 @@ class TextService:
             continue_final_message=continue_final_message,
         )
         try:
-            return await self._done(work, not arguments and _are_short(messages))
+            return await self._done(work, not arguments and not self._is_own_template and _are_short(messages))
         except RecursionError as error:
             raise ChatTemplateError("the messages are nested too deeply for the model's chat template") from error
         except TEMPLATE_ERRORS as error:
-            raise ChatTemplateError(f"the model's chat template refused the messages: {error}") from error
+            whose = "adapter" if self._is_own_template else "model"
+            raise ChatTemplateError(f"the {whose}'s chat template refused the messages: {error}") from error
 
     def _as_written(
         self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], **options: bool
     ) -> RenderedChat:
         """With control tokens wherever texts of messages name some."""
-        return RenderedChat(self._apply_template(messages, **options, **arguments))
-
-    def _apply_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        return str(self._templated.apply_chat_template(messages, tokenize=False, **options))
+        return RenderedChat(self._apply(messages, **options, **arguments))
 
     async def _done(self, work: Callable[[], T], is_short: bool) -> T:
         """The result of the work, which runs here if it is short, else in a thread."""
         if is_short:
             return work()
         async with self._turns.of(self._tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            done = asyncio.get_running_loop().run_in_executor(self._threads, work)
+            try:
+                return await asyncio.shield(done)
+            except asyncio.CancelledError:  # its thread works on, and only then is its tenant's turn over
+                await asyncio.wait([done])
+                if not done.cancelled():
+                    done.exception()  # else asyncio logs it, and it may quote the text
+                raise
 
     def _encode_all(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         # The batch call releases the GIL, which `encode` holds: a thread alone would not help.
@@ -293,6 +338,10 @@ def _encoding(
     """
     encode_texts = partial(encode, texts, add_special_tokens=add_special_tokens)
     return encode_texts if limit is None else lambda: [ids[max(len(ids) - limit, 0) :] for ids in encode_texts()]
+
+
+def _applied(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
 
 
 def _template_of(tokenizer: Any) -> str:

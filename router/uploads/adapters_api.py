@@ -26,7 +26,7 @@ from ...adapters.format.combination import (
     WeightedAdapter,
     combination_problem,
 )
-from ...adapters.format.own_tokenizer import OwnTokenizer
+from ...adapters.format.own_tokenizer import OwnTokenizer, template_digest
 from ...adapters.names import BaseNames, owner_of, split_selector
 from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS, VersionNote
@@ -41,6 +41,7 @@ from ..http.list_page import PAGE_QUERY, ListPage, list_answer, page_request, re
 from ..http.route import route
 from ..metrics import Metrics
 from ..tenancy.quotas import Quotas
+from ..text.adapter_templates import AdapterTemplates
 from ..text.text import TextService
 from .upload_form import AdapterForm, UploadForm, UploadRoom, UploadSpool, check_form, declared_bytes, receive_upload
 
@@ -48,13 +49,16 @@ from .upload_form import AdapterForm, UploadForm, UploadRoom, UploadSpool, check
 
 _NUM_SHOWN: Final = 3
 _OTHER_TEMPLATE: Final = (
-    "the adapter's chat template is not the base's, which renders all chats here: if it was trained on chats in "
-    "another form, train it with the base's template, or send prompts in its form to /v1/completions"
+    "the adapter's chat template is not the base's, which renders its chats here: if it was trained on chats in "
+    "another form, send its template with the upload, in the part chat_template"
 )
 
 
-def tokenizer_warnings(tokenizer: OwnTokenizer, text: TextService) -> tuple[str, ...]:
-    """What the adapter's tenant should know. Raises AdapterInvalid if its tokens are not all the base's."""
+def tokenizer_warnings(tokenizer: OwnTokenizer, text: TextService, *, has_template: bool = False) -> tuple[str, ...]:
+    """What the adapter's tenant should know. `has_template`: chats are rendered by its own.
+
+    Raises AdapterInvalid if its tokens are not all the base's.
+    """
     differing = (token for token, token_id in tokenizer.added_tokens.items() if text.token_id(token) != token_id)
     missing = [*islice(differing, _NUM_SHOWN)]
     if missing:
@@ -64,7 +68,7 @@ def tokenizer_warnings(tokenizer: OwnTokenizer, text: TextService) -> tuple[str,
             "without them already, remove the tokenizer's files from its folder"
         )
     differs = bool(tokenizer.chat_template) and tokenizer.chat_template != text.template_digest
-    return (_OTHER_TEMPLATE,) if differs else ()
+    return (_OTHER_TEMPLATE,) if differs and not has_template else ()
 
 
 def invocation_warnings(token_ids: Sequence[int], text: TextService) -> tuple[str, ...]:
@@ -95,6 +99,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int  # Unix time, seconds
     response_template: str = ""  # name of its format of calls and reasoning; empty: that of the base
+    chat_template: str = ""  # SHA-256 of its own; empty: chats are rendered by the base's
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA, after which it computes; empty: a plain one
     warnings: tuple[str, ...] = ()  # why its answers may differ from those in training
     object: Literal["adapter"] = "adapter"
@@ -147,12 +152,13 @@ class AdaptersApi:
         metrics: Metrics,
         text: TextService,
         base_names: Sequence[str],
+        templates: AdapterTemplates,
         quotas: Quotas | None = None,
     ) -> None:
         """`quotas`: None: there are none."""
         self._config = config
         self._metrics = metrics
-        self._text = text
+        self._text, self._templates = text, templates
         self._base_names = tuple(base_names)
         self._quotas = quotas
         self._uploads = uploads
@@ -291,7 +297,12 @@ class AdaptersApi:
             form = await receive(tensors_path, room)
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
-            warnings = tokenizer_warnings(form.tokenizer, self._text)
+            warnings = tokenizer_warnings(form.tokenizer, self._text, has_template=bool(form.chat_template))
+            template = form.chat_template
+            if template and template_digest(template) == self._text.template_digest:
+                template = ""
+            if template:
+                await self._templates.check(identity.name, template)
             problems: list[str] = []  # with the base that the adapter names, its LoRA of vision, its config
 
             def check(upload: CheckedUpload) -> None:
@@ -316,6 +327,7 @@ class AdaptersApi:
                     form.config,
                     tensors_path,
                     response_template=form.response_template,
+                    chat_template=template,
                     activate=form.activate,
                     must_be_new=form.must_be_new,
                     note=VersionNote(form.note, identity.key.key_id, user),
@@ -403,6 +415,7 @@ class AdaptersApi:
             packed_bytes=adapter.packed_bytes,
             created_at=int(adapter.created_at),
             response_template=adapter.response_template,
+            chat_template=adapter.chat_template,
             invocation_token_ids=adapter.invocation_token_ids,
             warnings=self._base_warnings(adapter.base),
         )

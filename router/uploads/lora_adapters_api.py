@@ -29,7 +29,15 @@ from ..http.errors import ApiError, invalid_value
 from ..http.route import route
 from ..text.answer_format import FORMATS
 from .adapters_api import AdaptersApi
-from .upload_form import MAX_CONFIG_BYTES, TEMPLATE_FIELD, UploadForm, UploadRoom
+from .upload_form import (
+    CHAT_TEMPLATE_FIELD,
+    MAX_CHAT_TEMPLATE_BYTES,
+    MAX_CONFIG_BYTES,
+    TEMPLATE_FIELD,
+    UploadForm,
+    UploadRoom,
+    too_large,
+)
 
 # Adapters in folders on the server's disks from which the operator lets tenants load.
 
@@ -95,8 +103,11 @@ def read_adapter(root: Path, folder: Path, tensors_path: Path, limits: FolderLim
         return os.read(config, limits.config_bytes)
 
 
-def read_tokenizer(root: Path, folder: Path) -> OwnTokenizer:
-    """What the folder's tokenizer adds. Blocking; raises AdapterInvalid, UploadTooLarge."""
+def read_tokenizer(root: Path, folder: Path) -> tuple[OwnTokenizer, str]:
+    """What the folder's tokenizer adds, and its chat template; empty: it has none.
+
+    Blocking; raises AdapterInvalid, UploadTooLarge.
+    """
     with ExitStack() as stack:
         return own_tokenizer(partial(_tokenizer_file, _below(stack, root, folder)), "the folder")
 
@@ -249,10 +260,14 @@ class LoraAdaptersApi:
         limits = FolderLimits(MAX_CONFIG_BYTES, num_bytes)
         config = await asyncio.to_thread(read_adapter, root, folder, tensors_path, limits)
         room.wrote(num_bytes)
+        tokenizer, template = await asyncio.to_thread(read_tokenizer, root, folder)
+        if len(template.encode()) > MAX_CHAT_TEMPLATE_BYTES:
+            raise too_large(CHAT_TEMPLATE_FIELD, MAX_CHAT_TEMPLATE_BYTES)
         return UploadForm(
             body.lora_name,
             config,
             must_be_new=not body.load_inplace,
-            tokenizer=await asyncio.to_thread(read_tokenizer, root, folder),
+            tokenizer=tokenizer,
             response_template=body.response_template or "",
+            chat_template=template,
         )

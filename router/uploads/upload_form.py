@@ -291,9 +291,11 @@ PRIVATE_FIELD: Final = "private"
 TOKENIZER_FIELD: Final = "tokenizer"  # a JSON `OwnTokenizer`
 FIELDS: Final = (NAME_FIELD, CONFIG_FILE, TENSORS_FILE)
 TEMPLATE_FIELD: Final = "response_template"
+CHAT_TEMPLATE_FIELD: Final = "chat_template"
 MAX_NAME_BYTES: Final = 1024
 MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_CHAT_TEMPLATE_BYTES: Final = 1 << 16  # those of published models have 1 to 20 KB
 MAX_TOKENIZER_BYTES: Final = 1 << 18  # some ten thousand added tokens, compared in milliseconds
 
 
@@ -328,6 +330,7 @@ class UploadForm:
     is_private: bool = False  # it belongs to the uploader, not to the whole tenant
     tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with, and that is not served
     response_template: str = ""  # name of the form in which it writes; empty: in the base's
+    chat_template: str = ""  # by which its chats are rendered; empty: the base's
 
 
 def check_form(request: Request, max_tensors_bytes: int) -> None:
@@ -349,6 +352,7 @@ async def receive_upload(
         is_private=reader.flag(PRIVATE_FIELD, default=False),
         tokenizer=_tokenizer(reader),
         response_template=_template(reader),
+        chat_template=reader.text(CHAT_TEMPLATE_FIELD, "The chat template"),
     )
 
 
@@ -362,6 +366,7 @@ def _reader(max_tensors_bytes: int) -> FormReader:
         PRIVATE_FIELD: len("false"),
         TOKENIZER_FIELD: MAX_TOKENIZER_BYTES,
         TEMPLATE_FIELD: max(map(len, FORMATS)),
+        CHAT_TEMPLATE_FIELD: MAX_CHAT_TEMPLATE_BYTES,
     }
     return FormReader(limits, TENSORS_FILE, FIELDS)
 

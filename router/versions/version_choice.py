@@ -118,8 +118,20 @@ class VersionChoice:
         if self.version is not None and self.current is not None and self.current.rollout:
             yield from (other for other in versions_of(self.current) if other.version != self.version.version)
 
+    def renderings(self) -> list[AdapterVersion | None]:
+        """Of the candidates the first with each pair of templates: by others a resumed stream has other prompts."""
+        first: dict[tuple[str, str], AdapterVersion | None] = {}
+        for candidate in self.candidates():
+            first.setdefault(templates_of(candidate), candidate)
+        return [*first.values()]
+
     def with_version(self, version: AdapterVersion | None) -> VersionChoice:
         return self if version is self.version else replace(self, version=version)
+
+
+def templates_of(version: AdapterVersion | None) -> tuple[str, str]:
+    """How its chats are rendered, and its answers read."""
+    return ("", "") if version is None else (version.chat_template, version.response_template)
 
 
 def choose_version(current: AdapterVersion | None, request: GenerationFields, identity: Identity) -> VersionChoice:

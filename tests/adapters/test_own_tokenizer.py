@@ -27,19 +27,20 @@ def saved(folder: Path, **options: Any) -> None:
 def test_what_transformers_saves_is_read(tmp_path: Path, in_a_file: bool) -> None:
     saved(tmp_path, save_jinja_files=in_a_file)
     assert (tmp_path / "chat_template.jinja").exists() == in_a_file
-    assert read_own_tokenizer(tmp_path) == OwnTokenizer({"<think>": 2, "<act>": 3}, template_digest(TEMPLATE))
+    own = OwnTokenizer({"<think>": 2, "<act>": 3}, template_digest(TEMPLATE))
+    assert read_own_tokenizer(tmp_path) == (own, TEMPLATE)
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(tokenizer_files(tmp_path))
 
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
-    assert (read_own_tokenizer(tmp_path), tokenizer_files(tmp_path)) == (OwnTokenizer(), [])
+    assert (read_own_tokenizer(tmp_path), tokenizer_files(tmp_path)) == ((OwnTokenizer(), ""), [])
 
 
 def test_slow_tokenizers_and_several_templates(tmp_path: Path) -> None:
     (tmp_path / "added_tokens.json").write_text('{"<pad>": 7}')
     templates = [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert read_own_tokenizer(tmp_path) == OwnTokenizer({"<pad>": 7}, template_digest(TEMPLATE))
+    assert read_own_tokenizer(tmp_path) == (OwnTokenizer({"<pad>": 7}, template_digest(TEMPLATE)), TEMPLATE)
 
 
 def test_line_ends_make_no_other_template() -> None:

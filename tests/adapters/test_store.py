@@ -23,6 +23,7 @@ import torch
 from motet.adapters.adapter import EXPERT_MODULES, BaseIdentity, BaseShape, ExpertShape
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase, StoreUnavailable
 from motet.adapters.format.content import AdapterContent, LoraMatrices
+from motet.adapters.format.own_tokenizer import template_digest
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack, packed_chunks
@@ -93,6 +94,23 @@ def timers(store: AdapterStore) -> list[Later]:
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_chat_templates_stay_beside_an_adapter_and_a_damaged_one_is_noticed(
+    store: AdapterStore, content: AdapterContent, tmp_path: Path
+) -> None:
+    first, second = "{{ messages }}\r\n", "é"
+    digests = [store.put_template(content.digest, template) for template in (first, second, first)]
+    assert digests == [template_digest(template) for template in (first, second, first)]
+    store.put(content, [LAYOUT])
+    assert [store.load_template(content.digest, digest) for digest in digests[:2]] == [first, second]
+    file_of(tmp_path, content.digest, f"{digests[1]}.jinja").write_bytes(b"\xff")
+    for digest in (digests[1], "0" * 64):
+        with pytest.raises(AdapterCorrupt, match=r"the chat template of adapter .* is missing or damaged: upload it"):
+            store.load_template(content.digest, digest)
+    (tmp_path / "deep" / "store").rename(tmp_path / "away")
+    with pytest.raises(StoreUnavailable):
+        store.load_template(content.digest, digests[0])
 
 
 def test_packs_for_a_new_layout_once(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -266,3 +267,31 @@ async def test_a_version_keeps_the_form_of_its_answers_and_another_form_makes_an
     ]
     current = (await registry.names.get("acme", "x")).current
     assert [one.response_template for one in versions_of(current)] == ["glm", "gemma", ""]
+
+
+def _promoted(selector: str, state: NameState, now: float) -> NameState:
+    return name_state.promoted(state, selector, now)
+
+
+async def test_a_version_keeps_its_chat_template_and_another_one_makes_another_version(registry: Registry) -> None:
+    first, second = "1" * 64, "2" * 64
+
+    async def uploaded(template: str, *, activate: bool = True) -> tuple[int, bool]:
+        one, _, created = await registry.names.register(
+            "acme", "x", **facts(1), chat_template=template, activate=activate
+        )
+        return one.version, created
+
+    assert [await uploaded(one) for one in ("", first, first, second)] == [(1, True), (2, True), (2, False), (3, True)]
+    assert await uploaded(first, activate=False) == (2, False)
+
+    async def templates() -> list[str]:
+        current = (await registry.names.get("acme", "x")).current
+        assert (await registry.get_many([("acme", "x")]))[0] == current
+        return [one.chat_template for one in versions_of(current)]
+
+    assert await templates() == [second, first, ""]
+    for version in (1, 2):
+        state = await registry.names.change("acme", "x", partial(_promoted, str(version)))
+        assert state.current.chat_template == ("", first)[version - 1]
+        assert await templates() == [second, first, ""]

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import NameTaken
+from motet.adapters.format.own_tokenizer import template_digest
 from motet.adapters.format.peft import named_base
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
@@ -313,16 +314,27 @@ class FakeRegistry:
         self.invocation_token_ids: tuple[int, ...] = ()
         self.warnings: tuple[str, ...] = ()
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
+        self.chat_templates: dict[str, str] = {}  # by digest
         self.error: Exception | None = None
         self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
         self.connected = True
         self.quotas: dict[str, Quota] = {}  # by tenant
 
     def add(
-        self, tenant: str, name: str, digest: str = "d" * 64, base: str = "", response_template: str = ""
+        self,
+        tenant: str,
+        name: str,
+        digest: str = "d" * 64,
+        base: str = "",
+        response_template: str = "",
+        chat_template: str = "",
     ) -> AdapterVersion:
+        """`chat_template`: its source."""
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
         ranks, reported = {"q_proj": 8, "v_proj": 4}, dict[str, Any](base=base, response_template=response_template)
+        if chat_template:
+            reported["chat_template"] = own_digest = template_digest(chat_template)
+            self.chat_templates[own_digest] = chat_template
         adapter = AdapterVersion(tenant, name, version, digest, ranks, 1234, 1700000000.5, **reported)
         self.adapters[tenant, name] = adapter
         return adapter
@@ -387,7 +399,11 @@ class FakeUploads:
             raise NameTaken(name)
         if held is not None and held.digest == digest:
             return held, False
-        return self._registry.add(tenant, name, digest, base, given.get("response_template", "")), True
+        templates = given.get("response_template", ""), given.get("chat_template", "")
+        return self._registry.add(tenant, name, digest, base, *templates), True
+
+    async def chat_template(self, adapter: AdapterVersion) -> str:
+        return self._registry.chat_templates[adapter.chat_template]
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         self._answer()

@@ -82,6 +82,7 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
         "packed_bytes": 0,
         "created_at": 1700000000,
         "response_template": "",
+        "chat_template": "",
         "invocation_token_ids": [],
         "warnings": [],
         "object": "adapter",
@@ -171,6 +172,26 @@ async def test_another_chat_template_is_warned_of(rig: RouterRig) -> None:
     assert other.status_code == 200
     (warning,) = other.json()["warnings"]
     assert warning.startswith("the adapter's chat template is not the base's")
+
+
+async def test_a_chat_template_of_its_own_is_kept_and_tried(rig: RouterRig) -> None:
+    parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
+    base = await send(rig, part("chat_template", CHAT_TEMPLATE.encode()), *parts)
+    assert (base.status_code, base.json()["chat_template"]) == (201, ""), "it is the base's"
+    own = "{{ messages[0].content }}"
+    digest = template_digest(own)
+    other_tensors = part("adapter_model.safetensors", TENSORS[1:], "t")
+    taken = await send(
+        rig, part("chat_template", own.encode()), tokenizer_part(chat_template=digest), *parts[:2], other_tensors
+    )
+    assert (taken.status_code, taken.json()["chat_template"], taken.json()["warnings"]) == (201, digest, [])
+    for template, problem in ((b"{% for %}", "cannot be compiled"), (b"{{ 1 // 0 }}", "division")):
+        refused = await send(rig, part("chat_template", template), *parts)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
+        assert problem in refused.json()["error"]["message"]
+    assert (await send(rig, part("chat_template", b"\xff"), *parts)).status_code == 400
+    assert (await send(rig, part("chat_template", b"a" * ((1 << 16) + 1)), *parts)).status_code == 413
+    assert spooled(rig) == []
 
 
 async def test_the_form_of_its_answers_is_one_that_is_known(rig: RouterRig) -> None:

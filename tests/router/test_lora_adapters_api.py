@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from motet.adapters.errors import AdapterInvalid, UploadTooLarge
+from motet.adapters.format.own_tokenizer import template_digest
 from motet.router.http.errors import ApiError
 from motet.router.text.text import TextService
 from motet.router.uploads.lora_adapters_api import FolderLimits, folder_below, read_adapter, tensors_bytes
@@ -108,14 +109,21 @@ async def test_a_folder_with_tokens_that_the_base_lacks_is_refused(
     assert rig.registry.held("acme", "pirate") is None
 
 
-async def test_what_an_adapter_was_trained_with_is_compared_and_reported(
+async def test_chats_are_rendered_by_the_template_in_the_folder(
     tmp_path: Path, shared: Path, text: TextService
 ) -> None:
     rig = rig_of(tmp_path, text, str(shared))
-    (shared / "mine" / "chat_template.jinja").write_text("{{ messages }} in another form")
+    template = "{{ messages }} in another form"
+    (shared / "mine" / "chat_template.jinja").write_text(template)
     (shared / "mine" / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": ' + "[1, " * 1_000_000)
     loaded = await load(rig, shared / "mine")
-    assert loaded.status_code == 200 and "Warning: the adapter's chat template is not the base's" in loaded.text
+    assert loaded.status_code == 200 and "Warning" not in loaded.text
+    assert rig.registry.adapters["acme", "pirate"].chat_template == template_digest(template)
+    (shared / "mine" / "chat_template.jinja").write_text("{% if %}")
+    refused = await load(rig, shared / "mine", load_inplace=True)
+    assert refused.status_code == 400 and "cannot be compiled" in refused.text
+    (shared / "mine" / "chat_template.jinja").write_text("a" * ((1 << 16) + 1))
+    assert (await load(rig, shared / "mine", load_inplace=True)).status_code == 413
 
 
 @pytest.mark.parametrize("how", ["no list", "a link", "large", "no text"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from motet.adapters.registry.versions.rollout import Rollout, with_others
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import (
     BASE,
@@ -228,6 +230,28 @@ async def test_a_name_that_has_moved_on(rig: RouterRig) -> None:
     assert (await post(rig, COMPLETION, body, whole[1].id)).status_code == 200
     rig.registry.add("acme", "pirate", "def")
     assert (await post(rig, COMPLETION, body, whole[1].id)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "templates", [{}, {"chat_template": "{{ messages[0].content }}"}, {"response_template": "glm"}]
+)
+async def test_a_stream_goes_on_by_the_templates_of_the_version_that_it_began_with(
+    rig: RouterRig, templates: dict[str, str]
+) -> None:
+    begun = rig.registry.add("acme", "pirate", "abc")
+    body = {"model": "pirate", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
+    whole = events_of((await post(rig, CHAT, body)).content)
+    (prompt,) = {(*one.prompt_token_ids,) for one in rig.dispatcher.submitted}
+    promoted = rig.registry.add("acme", "pirate", "def", **templates)
+    rollout = with_others(Rollout(), (), begun).json()
+    rig.registry.adapters["acme", "pirate"] = replace(promoted, rollout=rollout)
+    rest = await post(rig, CHAT, body, whole[1].id)
+    assert rest.status_code == 200, rest.text
+    request = rig.dispatcher.submitted[-1]
+    assert (*request.prompt_token_ids,) == prompt and request.adapter is not None and request.adapter.digest == "abc"
+    anew = await post(rig, CHAT, body)
+    assert anew.status_code == 200 and rig.dispatcher.submitted[-1].adapter.digest == "def"  # type: ignore[union-attr]
+    assert ((*rig.dispatcher.submitted[-1].prompt_token_ids,) == prompt) == ("chat_template" not in templates)
 
 
 async def test_an_answer_in_one_piece_cannot_be_resumed(rig: RouterRig) -> None:

@@ -1,0 +1,63 @@
+"""An adapter's own chat template from its upload to its chats, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+
+from motet.adapters.format.own_tokenizer import template_digest
+from motet.adapters.store.store import AdapterStore
+from motet.cluster.client.client import MotetClient
+from motet.tests.rigs.grammar_tokenizer import write_tokenizer
+from motet.tests.rigs.oracle import write_adapters, write_model
+from motet.tests.rigs.router_rig import KEYS
+from motet.tests.rigs.served_folder import served_folder
+
+pytestmark = pytest.mark.slow
+OWN = "{% for message in messages %}{{ message.content }} {{ message.role }}{% endfor %}"
+OF_BASE = "{% for message in messages %}{{ message.role }} says: {{ message.content }}{% endfor %}"
+CHAT = {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 4, "temperature": 0}
+
+
+async def test_a_versions_chats_are_rendered_by_its_template(tmp_path: Path, redis_client: Redis) -> None:
+    folder = write_model("llama", tmp_path / "model")
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(OF_BASE)
+    adapter = write_adapters(folder, tmp_path / "adapters")["rank8"]
+    settings = {"dtype": "float32", "block_size": 8, "pool_bytes": 1 << 23}
+    async with served_folder(folder, tmp_path / "data", redis_client, **settings) as served:
+
+        async def tokens(model: str) -> list[int]:
+            answer = await served.http.post("/tokenize", json={"model": model, **CHAT})
+            assert answer.status_code == 200, answer.text
+            found: list[int] = answer.json()["tokens"]
+            return found
+
+        async def num_prompt_tokens(model: str) -> int:
+            answer = await served.http.post("/v1/chat/completions", json={"model": model, **CHAT})
+            assert answer.status_code == 200, answer.text
+            number: int = answer.json()["usage"]["prompt_tokens"]
+            return number
+
+        await served.upload("pirate", adapter)
+        (adapter / "chat_template.jinja").write_text(OWN)
+        key = next(key for key, tenant in KEYS.items() if tenant == "acme")
+        with MotetClient(str(served.http.base_url), key) as client:
+            info, is_new = await asyncio.to_thread(client.upload_adapter, "pirate", adapter)
+            again, is_newer = await asyncio.to_thread(client.upload_adapter, "pirate", adapter)
+        assert (info.version, is_new, again.version, is_newer) == (2, True, 2, False)
+        seen = (await served.http.get("/v1/adapters/pirate")).json()
+        assert seen["chat_template"] == template_digest(OWN)
+        own = (await served.http.post("/tokenize", json={"prompt": "abc user"})).json()["tokens"]
+        of_base = await tokens(served.base)
+        assert await tokens("pirate") == await tokens("pirate@2") == own != of_base == await tokens("pirate@1")
+        assert await num_prompt_tokens("pirate") == len(own)
+        promoted = await served.http.post("/v1/adapters/pirate/promote", json={"version": "1"})
+        assert promoted.status_code == 200, promoted.text
+        assert await tokens("pirate") == of_base and await tokens("pirate@2") == own
+        assert await num_prompt_tokens("pirate@2") == len(own)
+    (file,) = (tmp_path / "data").rglob("*.jinja")
+    assert file.parent.name in AdapterStore(file.parents[2]).digests() and file.read_text() == OWN
