@@ -17,7 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...adapters.adapter import AdapterVersion
-from ...adapters.errors import AdapterInvalid, CallerGone, NoSuchName, VersionRefused, listed
+from ...adapters.errors import (
+    AdapterCorrupt,
+    AdapterInvalid,
+    CallerGone,
+    NoSuchName,
+    StoreUnavailable,
+    UploadUnchecked,
+    VersionRefused,
+    listed,
+)
 from ...adapters.format.combination import (
     MAX_PARTS,
     Combination,
@@ -192,10 +201,11 @@ class AdaptersApi:
     async def combine(self, request: Request, identity: Identity, body: CombinationBody) -> Response:
         """As PEFT's `add_weighted_adapter`. The new version stays when its parts go. It counts as an upload."""
         parts = [await self._part(identity, part.adapter) for part in body.adapters]
-        bases, templates = {part.base for part in parts}, {part.response_template for part in parts}
+        bases = {part.base for part in parts}
         foreign = sorted(base for base in bases if self._base_warnings(base))
-        if len(templates) > 1:
-            raise invalid_value("adapters", "they have different response templates: combine those of one form.")
+        if len({(part.response_template, part.chat_template) for part in parts}) > 1:
+            message = "they have different response templates or chat templates: combine those of one form."
+            raise invalid_value("adapters", message)
         combination = Combination(
             parts=tuple(
                 WeightedAdapter(part.digest, each.weight) for part, each in zip(parts, body.adapters, strict=True)
@@ -221,7 +231,8 @@ class AdaptersApi:
                 note=body.note,
                 activate=body.activate,
                 is_private=is_private,
-                response_template=templates.pop(),
+                response_template=parts[0].response_template,
+                chat_template=await self._uploads.chat_template(parts[0]) if parts[0].chat_template else "",
             )
 
         adapter, created, warnings = await self.take(request, identity, receive)
@@ -259,8 +270,10 @@ class AdaptersApi:
         async with self._open_uploads.of(tenant):
             try:
                 outcome = await self._take(request, identity, receive, declared)
-            except AdapterInvalid as error:
+            except (AdapterInvalid, AdapterCorrupt) as error:  # corrupt: a part of a combination
                 raise ApiError(400, str(error), code="invalid_adapter") from error
+            except StoreUnavailable as error:
+                raise UploadUnchecked(str(error)) from error
             except VersionRefused as error:
                 raise ApiError(409, str(error), param="activate", code="version_refused") from error
             except OSError as error:

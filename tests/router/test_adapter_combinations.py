@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -24,14 +25,17 @@ async def rig(redis_client: Redis, tmp_path: Path) -> AsyncIterator[TenantsRig]:
         yield rig
 
 
-async def upload(rig: TenantsRig, key: str, name: str, seed: int, **config: Any) -> dict[str, Any]:
+async def upload(
+    rig: TenantsRig, key: str, name: str, seed: int, fields: Mapping[str, str] = MappingProxyType({}), **config: Any
+) -> dict[str, Any]:
+    """`fields`: of the form."""
     files = lora_files(seed=seed, **config)
     spool = rig.config.now.spool_path.parent
     parts = {
         "adapter_config.json": files.config_bytes,
         "adapter_model.safetensors": files.write(spool).read_bytes(),
     }
-    answer: dict[str, Any] = await rig.done("POST", "/v1/adapters", key, data={"name": name}, files=parts)
+    answer: dict[str, Any] = await rig.done("POST", "/v1/adapters", key, data={"name": name, **fields}, files=parts)
     return answer
 
 
@@ -83,3 +87,22 @@ async def test_a_part_that_the_store_has_lost_is_named_and_nothing_is_stored(rig
     assert f"adapter {digest} is not in the store: upload it again" in answer.json()["error"]["message"]
     assert [*rig.config.now.spool_path.iterdir()] == []
     assert (await rig.done("POST", PATH, key, **body("kept")))["version"] == 1
+
+
+@pytest.mark.parametrize("fields", [{"chat_template": "{{ messages[0].content }}!"}, {"response_template": "hermes"}])
+async def test_its_chats_are_in_the_form_of_its_parts(rig: TenantsRig, tmp_path: Path, fields: dict[str, str]) -> None:
+    key = await rig.make_key("acme", "upload")
+    for seed, name in enumerate(("one", "two")):
+        made = await upload(rig, key, name, seed, fields)
+    await upload(rig, key, "plain", 2)
+    mix = await rig.done("POST", PATH, key, **body("one", "two"))
+    assert (mix["chat_template"], mix["response_template"]) == (made["chat_template"], made["response_template"])
+    answer = await rig.ask("POST", PATH, key, **body("one", "plain"))
+    assert answer.status_code == 400
+    assert "they have different response templates or chat templates" in answer.json()["error"]["message"]
+    for path in (tmp_path / "store").glob("*/*/*.jinja"):
+        path.unlink()
+    answer = await rig.ask("POST", PATH, key, **body("one", name="other"))
+    if "chat_template" in fields:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_adapter")
+        assert "is missing or damaged: upload it again" in answer.json()["error"]["message"]
