@@ -52,7 +52,7 @@ PATHS: Final = {
     **{module: f"mlp.{module}" for module in LATENT_EXPERT_MODULES},
 }
 _ORDER: Final = {module: place for place, module in enumerate(PATHS)}
-MAX_RANK = 256
+MAX_RANK = 1024  # kernels have no bound; pages are counted, and graphs of GPUs record lower ones
 # Ends the entry of `module_ranks` that says that a module's outputs are scaled and shifted, by so many vectors.
 OUTPUTS: Final = ".outputs"
 NUM_OUTPUT_VECTORS: Final = 2

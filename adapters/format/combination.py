@@ -16,9 +16,10 @@ from typing import BinaryIO, Literal
 import msgspec
 import numpy as np
 
+from ..adapter import MAX_RANK
 from ..errors import AdapterInvalid
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
-from .products import MAX_PRODUCT_RANK, ProductMatrices
+from .products import ProductMatrices
 from .tensor_file import Tensor, is_finite, tensor_bytes
 
 CombinationType = Literal["cat", "svd", "linear", "ties", "dare_linear", "dare_ties", "magnitude_prune"]
@@ -55,8 +56,8 @@ def combination_problem(combination: Combination) -> str | None:
         return f"{kind} needs a density above 0, and at most 1: the share of the numbers that it keeps"
     if kind not in _PRUNING and density is not None:
         return f"{kind} prunes nothing: density is for {', '.join(_PRUNING)}"
-    if rank is not None and (kind != "svd" or not 1 <= rank <= MAX_PRODUCT_RANK):
-        return f"svd_rank is for combination_type svd, from 1 to {MAX_PRODUCT_RANK}"
+    if rank is not None and (kind != "svd" or not 1 <= rank <= MAX_RANK):
+        return f"svd_rank is for combination_type svd, from 1 to {MAX_RANK}"
     return None
 
 
@@ -132,8 +133,8 @@ def _rank(loras: _Loras, combination: Combination, max_rank: int) -> int:
     rank = sum(lora.rank for lora, _ in loras)
     if kind == "svd":
         return min(combination.svd_rank or max_rank, rank, *loras[0][0].sides)
-    if rank > MAX_PRODUCT_RANK:
-        problem = f"the ranks are {rank} together, and at most {MAX_PRODUCT_RANK} are served"
+    if rank > MAX_RANK:
+        problem = f"the ranks are {rank} together, and at most {MAX_RANK} are served"
         raise ValueError(f"{problem}: use svd with a svd_rank, or linear")
     return rank
 

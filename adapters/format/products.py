@@ -18,11 +18,11 @@ from math import prod
 
 import numpy as np
 
+from ..adapter import MAX_RANK
 from ..errors import AdapterInvalid, quote
 from .peft import LOHA, LOKR, VERA
 from .tensor_file import Tensor
 
-MAX_PRODUCT_RANK = 1024  # of the LoRA: kernels have no bound, and pages are counted like those of any adapter
 _REMEDIES = {
     VERA: "",
     LOHA: ": its rank is r * r",
@@ -117,9 +117,9 @@ def check_product(kind: str, shapes: Mapping[str, Shape], where: str, rank: int,
                 f"{[num_out, num_in]}: the outputs and inputs of the module"
             )
     product_rank = rank_of(kind, shapes)
-    if product_rank > MAX_PRODUCT_RANK:
+    if product_rank > MAX_RANK:
         raise AdapterInvalid(
-            f"{where} is a LoRA of rank {product_rank} (peft_type {kind}, r = {rank}): at most {MAX_PRODUCT_RANK} are "
+            f"{where} is a LoRA of rank {product_rank} (peft_type {kind}, r = {rank}): at most {MAX_RANK} are "
             f"accepted{_REMEDIES[kind]}"
         )
     return product_rank

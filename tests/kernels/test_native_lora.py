@@ -25,7 +25,8 @@ from motet.tests.rigs.native_builds import EXAMPLES, HERE, close, load_build
 CPU = torch.device("cpu")
 GUARD = 5  # columns of NaN beside x and y, and rows after the last of y: reads and writes there are noticed
 
-ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from([1, 2, 3, 8, 17, 64, 256]), min_size=1)
+RANKS = [1, 2, 3, 8, 17, 64, 256, 1024]
+ranks_of_adapter = st.dictionaries(st.sampled_from(MODULES), st.sampled_from(RANKS), min_size=1)
 
 
 @settings(deadline=None, max_examples=EXAMPLES)

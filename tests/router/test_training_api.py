@@ -381,7 +381,7 @@ async def test_what_a_trainer_reads_of_the_server(tmp_path: Path, text: TextServ
     rig = RouterRig(tmp_path / "spool", text)
     async with rig.client() as client:
         config = (await client.get("/server_info?config_format=json")).json()["vllm_config"]
-        assert config["lora_config"] == {"max_loras": 64, "max_lora_rank": 256}
+        assert config["lora_config"] == {"max_loras": 64, "max_lora_rank": 1024}
         assert config["parallel_config"]["data_parallel_size"] == 1
         assert config["model_config"] == {"model": BASE, "dtype": "torch.float32", "max_model_len": 256}
         assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 256

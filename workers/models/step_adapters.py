@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.adapter import ABSORBED, EXPERT_MODULES, MAX_RANK, NARROW_MODULES
+from ...adapters.adapter import ABSORBED, EXPERT_MODULES, NARROW_MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.backend import Kernels
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
 from ...kernels.output_vectors import OutputBatch
+
+RECORDED_RANK = 256  # the highest for which graphs reserve room: steps with higher ones are not recorded
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,14 @@ class AdapterTables:
         """Tables for the adapters of `num_rows` and `num_segments`; None: graphs cannot have adapters of this base."""
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"
-        dense = lora.reserve(num_rows, num_segments, self._num_pages, MAX_RANK, self._geometry, self._device)
+        dense = lora.reserve(num_rows, num_segments, self._num_pages, RECORDED_RANK, self._geometry, self._device)
         experts = None
         if self._expert_geometry is not None and self._experts is not None and expert_lora is not None:
             experts = expert_lora.reserve(
                 num_rows,
                 num_segments,
                 self._num_pages,
-                MAX_RANK,
+                RECORDED_RANK,
                 self._experts.num_experts,
                 self._expert_geometry,
                 self._device,
