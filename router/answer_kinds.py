@@ -223,7 +223,7 @@ class TextCompletion:
             echoes=echoes,
             grammar=request_grammar(request),
             max_tokens=request.max_tokens,
-            num_logprobs=request.logprobs,
+            num_logprobs=request.num_logprobs,
         )
 
     def form(self, parts: FormParts[CompletionRequest]) -> ChunkForm:
@@ -235,7 +235,7 @@ class TextCompletion:
             named_by_id if request.return_tokens_as_token_ids else parts.text.token_bytes,
             echoes=[echo for echo in echoes for _ in range(n)],
             prompts=[token_ids for token_ids in prompts.token_lists for _ in range(n)],
-            with_logprobs=request.logprobs is not None,
+            with_logprobs=request.num_logprobs is not None,
             with_token_ids=bool(request.return_token_ids),
             num_prompt_logprobs=request.prompt_logprobs,
             num_echoed_logprobs=num_echoed_logprobs(request),

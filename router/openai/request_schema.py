@@ -247,10 +247,15 @@ class CompletionRequest(RefusedInCompletions, frozen=True, kw_only=True):
         str | list[str | int | list[int]], Meta(description="A text, several, token ids, or several lists of them.")
     ]
     echo: Annotated[bool | None, Meta(description="Begin with the prompt; `logprobs` have its tokens, too.")] = None
-    logprobs: (
-        Annotated[int, Meta(ge=0, le=20, description="For each token, its own and this number of the likeliest.")]
-        | None
-    ) = None
+    logprobs: Annotated[
+        bool | Annotated[int, Meta(ge=0, le=20)] | None,
+        Meta(description="For each token, its own and this number of the likeliest; `true` is 1."),
+    ] = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens beside each token's own log-probability; None: no log-probabilities."""
+        return None if self.logprobs is None or self.logprobs is False else int(self.logprobs)
 
 
 class ChatRequest(GenerationFields, frozen=True, kw_only=True):

@@ -261,7 +261,7 @@ MAX_SCORE_VALUES: Final = 1 << 20  # of all prompts and choices of an answer; ea
 
 def num_echoed_logprobs(request: GenerationFields) -> int | None:
     """Likeliest tokens for each token of the prompt in the choices' `logprobs`; None: the prompt is not in them."""
-    return request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    return request.num_logprobs if isinstance(request, CompletionRequest) and request.echo else None
 
 
 def num_prompt_logprobs(request: GenerationFields) -> int | None:

@@ -75,7 +75,7 @@ def test_bounds_and_meanings_come_with_the_fields() -> None:
     reported = {(where, field): [accepted, meaning] for field, where, accepted, meaning in rows("fields")}
     assert reported["both", "`timeout`"] == ["number over 0, at most 86,400", "Seconds for the whole answer."]
     assert reported["both", "`seed`"][0] == "integer, -2^63 to 2^63-1"
-    assert reported["completions", "`logprobs`"][0] == "integer, 0 to 20"
+    assert reported["completions", "`logprobs`"][0] == "boolean or integer, 0 to 20"
     stop = "text of 1 to 1,024 characters or list of at most 16 of text of 1 to 1,024 characters"
     assert reported["both", "`stop`"][0] == stop
 

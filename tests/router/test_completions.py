@@ -221,6 +221,18 @@ async def test_impossible_tokens_have_a_finite_logprob(rig: RouterRig) -> None:
     assert all(-9999.0 in top.values() for top in logprobs["top_logprobs"])
 
 
+@pytest.mark.parametrize("echo", [False, True])
+async def test_logprobs_may_be_a_boolean(rig: RouterRig, echo: bool) -> None:
+    """SkyRL's Tinker server sends `true`, which vLLM reads as 1."""
+    choices = [(await post(rig, logprobs=value, echo=echo)).json()["choices"] for value in (True, 1, False, None)]
+    assert choices[0] == choices[1]
+    assert choices[0][0]["logprobs"]["top_logprobs"]
+    assert choices[2] == choices[3]
+    assert choices[2][0]["logprobs"] is None
+    numbers = [request.sampling.num_logprobs for request in rig.dispatcher.submitted]
+    assert [(number, type(number)) for number in numbers[::2]] == [(1, int), (None, type(None))]
+
+
 async def test_streamed_logprobs_join_to_the_whole(rig: RouterRig) -> None:
     whole = (await post(rig, logprobs=2, stop=["brown f"])).json()["choices"][0]
     tokens, offsets = [], []

@@ -159,7 +159,7 @@ async def test_what_is_accepted_of_each_field_together(stock: Stock, engine: Eng
         "frequency_penalty": ("-2", "5e-324", "2"),
         "logit_bias": ('{"5":100}', '{"5":-100,"6":-100,"7":5e-324}'),
         "seed": ("-9223372036854775808", "9223372036854775807", "0"),
-        "logprobs": ("0", "20"),
+        "logprobs": ("0", "20", "true", "false"),
         "n": ("1", "5"),
         "stop": ('"a"', '["\\u0000","\U0001f600"]'),
         "ignore_eos": ("true", "false"),
