@@ -318,7 +318,7 @@ class CompletionsApi:
         """All steps of a request. Each raises errors of the API, and passes on what it has decided."""
         started_at = time.perf_counter()
         record = record_of(http.scope)
-        if self._pauses is not None and not is_line(http.scope):
+        if self._pauses is not None and identity.name in self._pauses.now and not is_line(http.scope):
             identity = await self._pauses.wait(http, identity)
         if self._accounts.precheck is not None:
             record.headers = self._accounts.precheck(identity, kind.is_resumable and LAST_EVENT_ID in http.headers)
@@ -409,7 +409,7 @@ class CompletionsApi:
     ) -> tuple[PromptTokens, GenerationRequest]:
         """The prompts, and what to generate after them, by this version's templates, with the base as model."""
         text = self._text.of(identity.name)
-        if isinstance(kind, OfChat):
+        if isinstance(kind, OfChat) and version is not None and version.chat_template:
             text = await self._templates.text(identity.name, version)
         prompts = await kind.tokenize(request, text, gang, "" if version is None else version.response_template)
         response_grammar = prompts.grammar

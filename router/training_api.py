@@ -64,8 +64,6 @@ class Pauses:
 
         Raises 429 if too many of them wait here already, and as `Authenticates.identify`.
         """
-        if identity.name not in self.now:
-            return identity
         while (pause := self.now.get(identity.name)) is not None:
             if pause.num_waiting >= MAX_HELD:
                 message = f"You have paused your requests, and {MAX_HELD} of them wait at this router already."

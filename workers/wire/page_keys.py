@@ -75,7 +75,7 @@ class KeyChain:
         is_plain = adapter is not None and not adapter.invocation_token_ids
         start = 0 if is_plain else adapter_start(request)
         parts = (request.tenant, request.cache_salt, adapter.digest if adapter is not None and start == 0 else "")
-        text = "".join(f"{len(part)}:{part}" for part in parts)
+        text = "".join([f"{len(part)}:{part}" for part in parts])
         link = blake2b(text.encode(), digest_size=KEY_BYTES).digest()
         if adapter is None or not start:
             return KeyChain(link, block_size, start)
