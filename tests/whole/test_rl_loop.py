@@ -20,7 +20,7 @@ from motet.tests.rigs.running_motet import DEMO, KEYS, ONE_THREAD, running_motet
 TRL = ROOT / ".venv" / "trl"
 NUM_STEPS = 20
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.cluster,
     pytest.mark.skipif(not (TRL / "packages").exists(), reason="scripts/trl has not been run"),
 ]
 
