@@ -65,6 +65,7 @@ IN_THE_TESTS_ENVIRONMENT = {
     "bases",
     "device_idle",
     "hostile",
+    "loop",
     "mixed_steps",
     "papers.forks",
     "structured",

@@ -49,7 +49,6 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"logit_bias": {"320": 1}}, "logit_bias"),
         ({"logprobs": 21}, "logprobs"),
-        ({"logprobs": True}, "logprobs"),
         ({"logprobs": 1, "echo": True, "stream": True}, "echo"),
         ({"logprobs": 1, "echo": True, "use_beam_search": True}, "echo"),
         ({"seed": 2**63}, "seed"),
