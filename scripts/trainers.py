@@ -133,6 +133,17 @@ adapters.init(model)
 model.add_adapter("x", config=adapters.LoRAConfig(r=4, alpha=8))
 model.save_adapter("out", "x")
 """
+_UNSLOTH = f"""
+from unsloth import FastLanguageModel
+import torch
+model, _ = FastLanguageModel.from_pretrained("{BASE}", max_seq_length=128, load_in_4bit=False, dtype=torch.float32)
+modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, target_modules=modules)
+for name, parameter in model.named_parameters():
+    if "lora_B" in name:
+        torch.nn.init.normal_(parameter, std=0.1)
+model.save_pretrained("out")
+"""
 _SWIFT = "sft --model_type llama --template default --tuner_type lora --lora_rank 4 --lora_alpha 8 --max_steps 2"
 _SWIFT += " --target_modules all-linear --dataset chats.jsonl --output_dir out --per_device_train_batch_size 2"
 _SWIFT += " --torch_dtype float32 --use_hf true --report_to none --save_steps 2 --max_length 128"
@@ -164,7 +175,7 @@ TRAINERS = {
     "mlx-lm": Trainer(("mlx-lm==0.32.2", "mlx[cpu]"), ("{bin}/python", *_MLX.split(), "--model", str(BASE))),
     "LitGPT": _script(_LITGPT, "litgpt==0.5.13"),
     "AdapterHub's adapters": _script(_ADAPTERS, "adapters==1.3.0"),
-    "Unsloth": _script("import unsloth", "unsloth==2026.10.9", remark="it saves by PEFT"),
+    "Unsloth": _script(_UNSLOTH, "unsloth==2026.10.9"),
     "Ludwig": _script("from ludwig.api import LudwigModel", "ludwig[llm]==0.11", remark="it saves by PEFT"),
 }
 
