@@ -207,13 +207,13 @@ def outcome_of(trainer: Trainer, folder: Path) -> str:
     command = [part.format(bin=programs) for part in trainer.command]
     with (folder / "log").open("w") as log:
         ran = subprocess.run(command, cwd=run, env=environ, stdout=log, stderr=log, check=False)
-    made = sorted(run.glob(f"**/{TENSORS_FILE}")) or [path for path in run.glob("out/*") if path.is_file()]
-    if not made:
+    files = sorted(run.glob(f"**/{TENSORS_FILE}")) or [path for path in run.glob("out/*") if path.is_file()]
+    if not files:
         last = (folder / "log").read_text().strip().splitlines()[-1:]
-        said = f"not tried: it does not run here ({ran.returncode}: {''.join(last)[:100]})"
+        outcome = f"not tried: it does not run here ({ran.returncode}: {''.join(last)[:100]})"
     else:
-        said = _served(made[0].parent)
-    return f"{said}; {trainer.remark}" if trainer.remark else said
+        outcome = _served(files[0].parent)
+    return f"{outcome}; {trainer.remark}" if trainer.remark else outcome
 
 
 def _served(folder: Path) -> str:
@@ -232,8 +232,8 @@ def _served(folder: Path) -> str:
         part = layers[layer].self_attn if hasattr(layers[layer].self_attn, module) else layers[layer].mlp
         added = torch.from_numpy(lora.b.astype("float32") @ lora.a.astype("float32") * lora.scaling)
         worst = max(worst, float((added - getattr(part, module).get_delta_weight("default")).abs().max()))
-    said = "exact" if worst < 1e-6 else f"off by {worst}"
-    return f"{said}, {len(content.matrices)} linears" + "".join(f"; warning: {each}" for each in content.warnings)
+    outcome = "exact" if worst < 1e-6 else f"off by {worst}"
+    return f"{outcome}, {len(content.matrices)} linears" + "".join(f"; warning: {each}" for each in content.warnings)
 
 
 if __name__ == "__main__":

@@ -64,15 +64,21 @@ PEFT_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", PEFT_CONFIGS)
-def test_targets_ranks_and_scalings_are_those_of_peft(case: str, tmp_path: Path) -> None:
-    model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **PEFT_CONFIGS[case]))
+def ranks_and_scalings(model: torch.nn.Module) -> dict[tuple[int, str], tuple[int, float]]:
+    """PEFT's own, by layer and module."""
     expected = {}
     for name, module in model.named_modules():
         if hasattr(module, "lora_A"):
-            found = parse_tensor_name(f"{name}.lora_A.weight")
-            assert found is not None, name
-            expected[found[:2]] = (module.r["default"], module.scaling["default"])
+            key = parse_tensor_name(f"{name}.lora_A.weight")
+            assert key is not None, name
+            expected[key[:2]] = (module.r["default"], module.scaling["default"])
+    return expected
+
+
+@pytest.mark.parametrize("case", PEFT_CONFIGS)
+def test_targets_ranks_and_scalings_are_those_of_peft(case: str, tmp_path: Path) -> None:
+    model = get_peft_model(llama(), LoraConfig(r=4, lora_alpha=12, task_type="CAUSAL_LM", **PEFT_CONFIGS[case]))
+    expected = ranks_and_scalings(model)
     model.save_pretrained(tmp_path)
     saved = (tmp_path / "adapter_config.json").read_bytes()
 
@@ -149,12 +155,7 @@ def test_any_config_is_read_as_peft_reads_it(tmp_path: Path) -> None:
                 validate(data, tensors, SHAPE)
             num_unreadable += 1
             continue
-        expected = {}
-        for name, module in model.named_modules():
-            if hasattr(module, "lora_A"):
-                found = parse_tensor_name(f"{name}.lora_A.weight")
-                assert found is not None, name
-                expected[found[:2]] = (module.r["default"], module.scaling["default"])
+        expected = ranks_and_scalings(model)
         content = validate(data, tensors, SHAPE)
         assert {key: (len(lora.a), lora.scaling) for key, lora in content.matrices.items()} == expected, config
         num_read += 1
@@ -185,12 +186,7 @@ def test_patterns_match_the_names_that_the_tensors_have(case: str, tmp_path: Pat
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT reports names that match nothing
         model = get_peft_model(llama().model, LoraConfig(r=4, lora_alpha=12, **HEADLESS_CONFIGS[case]))
-    expected = {}
-    for name, module in model.named_modules():
-        if hasattr(module, "lora_A"):
-            found = parse_tensor_name(f"{name}.lora_A.weight")
-            assert found is not None, name
-            expected[found[:2]] = (module.r["default"], module.scaling["default"])
+    expected = ranks_and_scalings(model)
     model.save_pretrained(tmp_path)
     content = validate((tmp_path / "adapter_config.json").read_bytes(), tmp_path / "adapter_model.safetensors", SHAPE)
     assert {key: (len(lora.a), lora.scaling) for key, lora in content.matrices.items()} == expected
