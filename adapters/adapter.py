@@ -29,6 +29,9 @@ RECURRENT_MODULES = (
 PER_LAYER_MODULES = ("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection")
 OUTER_MODULES = PER_LAYER_MODULES[2:]
 OUTER = -1  # the layer of modules that are outside of the layers
+# What adapters may change of a model beside its layers: LoRA at the layer OUTER, and rows of tokens.
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+END_MODULES: Final = (EMBEDDING, HEAD)
 # The projections of a layer's experts. Each entry stands for one module of every expert: `experts.3.up_proj` and so on.
 EXPERT_MODULES = ("experts.gate_proj", "experts.up_proj", "experts.down_proj")
 # The projections of the expert that computes every row, in layers that have one beside the chosen experts.
@@ -56,6 +59,7 @@ MAX_RANK = 1024  # kernels have no bound; pages are counted, and graphs of GPUs 
 # Ends the entry of `module_ranks` that says that a module's outputs are scaled and shifted, by so many vectors.
 OUTPUTS: Final = ".outputs"
 NUM_OUTPUT_VECTORS: Final = 2
+ROWS: Final = ".rows"  # ends the entry that says of how many tokens the embedding or the head has rows of the adapter's
 _EXPERT = re.compile(r"experts\.(\d+)\.(\w+)")
 _SOME_EXPERTS = re.compile(r"experts\.[0-9,-]+\.(\w+)")
 
@@ -112,6 +116,16 @@ class OutputGroups:
 
 
 @dataclass(frozen=True)
+class BaseEnds:
+    """The embedding and the head of a base `[vocab, hidden]`."""
+
+    vocab_size: int
+    hidden_size: int
+    is_tied: bool  # the head is the embedding
+    head_has_bias: bool
+
+
+@dataclass(frozen=True)
 class BaseShape:
     """What an adapter must fit: the base's layers and the (in, out) features of its modules, unsharded.
 
@@ -132,6 +146,7 @@ class BaseShape:
     # By module, what its outputs are multiplied by, in runs of so many: B is kept so, as the base's weights are.
     output_scales: Mapping[str, tuple[tuple[int, float], ...]] = field(default_factory=dict)
     is_wrapped: bool = False  # the text model of a base that takes pictures too: names of modules may say so
+    ends: BaseEnds | None = None  # None: adapters cannot change them
 
     def count(self, module: str) -> int:
         """How many matrices a layer has of an entry of `modules`."""

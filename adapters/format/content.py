@@ -61,8 +61,23 @@ class OutputVectors:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenRows:
+    """Rows that stand in place of the base's, in its embedding or its head."""
+
+    token_ids: Tensor  # [n] int64, ascending
+    rows: Tensor  # [n, hidden]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.token_ids.nbytes + self.rows.nbytes
+
+
+@dataclass(frozen=True, eq=False)
 class AdapterContent:
     """Everything that decides what an adapter computes. Keys of `matrices` and `outputs` are (layer, module).
+
+    At the layer OUTER, LoRA of EMBEDDING has A `[rank, vocab]` and B `[hidden, rank]`, LoRA of HEAD A `[rank, hidden]`
+    and B `[vocab, rank]`. `token_rows`: by EMBEDDING and HEAD.
 
     `num_experts`: of each layer of the base. 0: it has none, or the adapter was stored when all experts were packed at
     one rank, and stays packed so. `outputs_source`: SHA-256, hex, of the tensors that `outputs` were made of, which
@@ -79,6 +94,7 @@ class AdapterContent:
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA: see `AdapterVersion`
     outputs: Mapping[tuple[int, str], OutputVectors] = field(default_factory=dict)
     outputs_source: str = ""
+    token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:
@@ -91,7 +107,8 @@ class AdapterContent:
         """Bytes of the tensors as uploaded: a matrix that several modules share counts once."""
         tensors = [tensor for lora in self.matrices.values() for tensor in lora.tensors.values()]
         tensors += [tensor for vectors in self.outputs.values() for tensor in (vectors.gain, vectors.shift)]
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+        of_rows = sum(rows.num_bytes for rows in self.token_rows.values())
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + of_rows
 
     @cached_property
     def digest(self) -> str:

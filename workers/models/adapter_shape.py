@@ -13,6 +13,7 @@ from ...adapters.adapter import (
     PER_LAYER_MODULES,
     ROUTER,
     SHARED_MODULES,
+    BaseEnds,
     BaseShape,
     ExpertShape,
     name_of,
@@ -138,4 +139,10 @@ def _shape_of(
         output_groups={} if config.recurrent is None else config.recurrent.output_groups,
         output_scales={} if config.scales is None else config.scales.weights,
         is_wrapped=config.is_wrapped,
+        ends=BaseEnds(
+            config.vocab_size,
+            config.hidden_size,
+            is_tied=config.tie_word_embeddings,
+            head_has_bias=config.family.head_has_bias and config.mlp_bias,
+        ),
     )
