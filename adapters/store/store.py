@@ -40,7 +40,7 @@ import numpy as np
 from ..adapter import BaseIdentity
 from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
 from ..format.content import AdapterContent, LoraMatrices, OutputVectors
-from ..format.own_tokenizer import template_digest
+from ..format.own_tokenizer import OwnText
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.products import ProductMatrices
 from ..format.strict_json import parse_object
@@ -140,7 +140,7 @@ _OUTPUTS, _NUM_OUTPUTS, _PRODUCTS = "outputs_source", "num_outputs", "products"
 _OUTPUTS_NAME = re.compile(r"(?P<layer>[0-9]+)\.(?P<module>[a-z0-9_.]+)\.outputs\.(?P<crc>[0-9a-f]{8})")
 _MARK_FILE = "unreferenced"
 _PACKED_SUFFIX = ".packed"
-_TEMPLATE_SUFFIX = ".jinja"
+_OWN_TEXT_SUFFIX = ".jinja"
 _BASE_FILE = "base"
 _ID_FILE = "id"
 BEGINNINGS = tuple(f"{number:02x}" for number in range(256))  # of digests: the names of the store's folders
@@ -214,26 +214,24 @@ class AdapterStore:
             (folder / _MARK_FILE).unlink(missing_ok=True)
         return content
 
-    def put_template(self, digest: str, template: str) -> str:
-        """Keeps a chat template with an adapter that is stored. Returns its digest."""
-        own_digest = template_digest(template)
-        with self._lock(fcntl.LOCK_SH), replacing(self._template_path(digest, own_digest), self._temporary) as file:
-            file.write(template.encode())
+    def put_own_text(self, digest: str, own: OwnText) -> str:
+        """Keeps it with an adapter that is stored. Returns its digest."""
+        own_digest = own.digest
+        with self._lock(fcntl.LOCK_SH), replacing(self._own_text_path(digest, own_digest), self._temporary) as file:
+            file.write(own.encode())
         return own_digest
 
-    def load_template(self, digest: str, own_digest: str) -> str:
-        """The chat template with this digest that an adapter has. Raises AdapterCorrupt or StoreUnavailable."""
+    def load_own_text(self, digest: str, own_digest: str) -> OwnText:
+        """What has this digest of an adapter's. Raises AdapterCorrupt or StoreUnavailable."""
         try:
-            template = self._template_path(digest, own_digest).read_bytes().decode()
-        except (FileNotFoundError, UnicodeDecodeError) as error:
+            return OwnText.decode(self._own_text_path(digest, own_digest).read_bytes(), own_digest)
+        except (FileNotFoundError, ValueError) as error:
             if not self._is_there():
                 raise StoreUnavailable("the store of adapters is not there; try again later") from error
-            template = ""
+            message = f"the chat template or the tokens of adapter {digest} are missing or damaged: upload it again"
+            raise AdapterCorrupt(message) from error
         except OSError as error:
             raise _unavailable(error) from error
-        if template_digest(template) != own_digest:
-            raise AdapterCorrupt(f"the chat template of adapter {digest} is missing or damaged: upload it again")
-        return template
 
     def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
@@ -435,8 +433,8 @@ class AdapterStore:
             raise AdapterCorrupt(f"{digest!r} is not a digest of 64 hexadecimal digits")
         return self.root / digest[:2] / digest
 
-    def _template_path(self, digest: str, own_digest: str) -> Path:
-        return self._folder(digest) / f"{own_digest}{_TEMPLATE_SUFFIX}"
+    def _own_text_path(self, digest: str, own_digest: str) -> Path:
+        return self._folder(digest) / f"{own_digest}{_OWN_TEXT_SUFFIX}"
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
         return self._folder(digest) / _packed_name(layout)
