@@ -54,7 +54,7 @@ PATHS: Final = {
     **{"shared_expert_gate": "mlp.shared_expert_gate", ROUTER: "mlp.gate"},
     **{module: f"mlp.{module}" for module in LATENT_EXPERT_MODULES},
 }
-_ORDER: Final = {module: place for place, module in enumerate(PATHS)}
+_ORDER: Final = {module: place for place, module in enumerate((*PATHS, *END_MODULES))}
 MAX_RANK = 1024  # kernels have no bound; pages are counted, and graphs of GPUs record lower ones
 # Ends the entry of `module_ranks` that says that a module's outputs are scaled and shifted, by so many vectors.
 OUTPUTS: Final = ".outputs"
@@ -65,14 +65,19 @@ _SOME_EXPERTS = re.compile(r"experts\.[0-9,-]+\.(\w+)")
 
 
 def family_of_module(module: str) -> str:
-    """The entry of MODULES or EXPERT_MODULES that a module belongs to, or an entry of `module_ranks`."""
-    return _SOME_EXPERTS.sub(r"experts.\1", module.removesuffix(OUTPUTS))
+    """The entry of MODULES, EXPERT_MODULES or END_MODULES that a module belongs to, or an entry of `module_ranks`."""
+    return _SOME_EXPERTS.sub(r"experts.\1", module.removesuffix(OUTPUTS).removesuffix(ROWS))
 
 
 def packing_order(module: str) -> tuple[int, int]:
     """A sort key for modules, in the order in which they are packed: the place of the entry, then the expert."""
     match = _EXPERT.fullmatch(module)
     return _ORDER[family_of_module(module)], int(match[1]) if match else 0
+
+
+def lora_ranks(module_ranks: Mapping[str, int]) -> list[int]:
+    """The entries of `module_ranks` that are ranks of LoRA."""
+    return [rank for entry, rank in module_ranks.items() if not entry.endswith((OUTPUTS, ROWS))]
 
 
 @dataclass(frozen=True)
@@ -300,7 +305,8 @@ class AdapterVersion:
     """One immutable upload. `module_ranks` holds, for each target, its largest rank over the layers.
 
     Of experts it may have entries for some of them. Where the adapter scales and shifts outputs of a module there is an
-    entry `module.outputs`, with the number of its vectors.
+    entry `module.outputs`, with the number of its vectors. Where it has rows of tokens for the embedding or the head
+    there is an entry `embed_tokens.rows` or `lm_head.rows`, with their number.
     """
 
     tenant: str
@@ -327,8 +333,7 @@ class AdapterVersion:
 
     @property
     def rank(self) -> int:
-        ranks = (rank for entry, rank in self.module_ranks.items() if not entry.endswith(OUTPUTS))
-        return max(ranks, default=0)
+        return max(lora_ranks(self.module_ranks), default=0)
 
     @property
     def targets(self) -> tuple[str, ...]:

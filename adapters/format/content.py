@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from types import MappingProxyType
 
 from ..adapter import (
     EXPERT_MODULES,
     NUM_OUTPUT_VECTORS,
     OUTPUTS,
+    ROWS,
     expert_entries,
     family_of_module,
     packing_order,
@@ -100,7 +102,8 @@ class AdapterContent:
     def module_ranks(self) -> dict[str, int]:
         """Each target's largest rank over the layers, in packing order; experts as in `adapter.py`."""
         ranks = {key: lora.rank for key, lora in self.matrices.items()}
-        return ranks_over_layers(ranks, self.num_experts, (module for _, module in self.outputs))
+        num_rows = {module: len(rows.token_ids) for module, rows in self.token_rows.items()}
+        return ranks_over_layers(ranks, self.num_experts, (module for _, module in self.outputs), num_rows)
 
     @cached_property
     def num_bytes(self) -> int:
@@ -136,11 +139,14 @@ class AdapterContent:
 
 
 def ranks_over_layers(
-    ranks: Mapping[tuple[int, str], int], num_experts: int, outputs: Iterable[str] = ()
+    ranks: Mapping[tuple[int, str], int],
+    num_experts: int,
+    outputs: Iterable[str] = (),
+    num_rows: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
     """The `module_ranks` of an adapter with these ranks by (layer, module). `num_experts`: as in `AdapterContent`.
 
-    `outputs`: modules whose outputs it scales and shifts.
+    `outputs`: modules whose outputs it scales and shifts. `num_rows`: of its rows of tokens, by EMBEDDING and HEAD.
     """
     members: dict[str, int] = {}
     for (_, module), rank in ranks.items():
@@ -156,5 +162,5 @@ def ranks_over_layers(
             ranks_by_entry[entry] = members[entry]
     for family, of_experts in by_expert.items():
         ranks_by_entry |= expert_entries(family, of_experts, num_experts)
-    modules = sorted(set(outputs), key=packing_order)
-    return ranks_by_entry | {f"{module}{OUTPUTS}": NUM_OUTPUT_VECTORS for module in modules}
+    ranks_by_entry |= {f"{module}{OUTPUTS}": NUM_OUTPUT_VECTORS for module in sorted(set(outputs), key=packing_order)}
+    return ranks_by_entry | {f"{module}{ROWS}": num_rows[module] for module in sorted(num_rows, key=packing_order)}
