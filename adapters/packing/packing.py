@@ -77,8 +77,8 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
     for first in range(0, num_pages, step):
         last = min(first + step, num_pages)
         array = np.zeros((last - first) * page, PAGE_DTYPES[layout.dtype])
-        for each in tables:
-            _fill_rows(array, each.at - first * page, each.width, each.num_rows, each.rows)
+        for table in tables:
+            _fill_rows(array, table.at - first * page, table.width, table.num_rows, table.rows)
         if not is_finite(array):
             raise AdapterInvalid(f"embedding or head overflow {layout.dtype} once scaled: their numbers are too large")
         yield array.reshape(last - first, layout.shape.num_layers, slab)
