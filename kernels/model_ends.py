@@ -22,7 +22,8 @@ from torch.nn.functional import linear
 from .lora import LoraGeometry, LoraKernels, LoraSegment, PagedAdapter, PagedEnd, PagedEnds
 from .staging import staged
 
-_PIECE_BYTES = 8 << 20  # of a table that is read at once
+# Of a table that is read at once: on a CPU as much as its caches hold, on a GPU enough that few launches read it all.
+_PIECE_BYTES = {"cpu": 2 << 20, "cuda": 32 << 20}
 _MAX_RUNS = 1 << 20  # that are gathered at once
 _ID_BASE = 256  # of the digits of tokens' ids, which bfloat16 holds exactly
 
@@ -144,7 +145,7 @@ class _Tables:
 
     def pieces(self, start: int, num_rows: int, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The rows from element `start` on, some at a time: which these are, and `[n, width]`."""
-        step = max(_PIECE_BYTES // (width * self._pool.itemsize), 1)
+        step = max(_PIECE_BYTES[self._pool.device.type] // (width * self._pool.itemsize), 1)
         for first in range(0, num_rows, step):
             last = min(first + step, num_rows)
             yield slice(first, last), self._read(start + first * width, (last - first) * width).view(-1, width)
