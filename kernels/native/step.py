@@ -122,9 +122,7 @@ class NativeStep:
         token_ids = token_ids.to(torch.int64).contiguous()
         assert len(host.positions) == num_rows, "a position for each row"
         if embedded is not None:
-            assert embedded.dtype == self._dtype and embedded.is_contiguous(), (
-                "contiguous rows of the kernels' dtype"
-            )
+            assert embedded.dtype == self._dtype and embedded.is_contiguous(), "contiguous rows of the kernels' dtype"
             assert embedded.shape == (num_rows, self._embedded_width), "a row for each token"
         groups = array("q")
         if lora is not None:
