@@ -253,11 +253,10 @@ class BaseShape:
     def sides(self, layer: int, name: str) -> tuple[int, int] | None:
         """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none.
 
-        `layer` OUTER: of one of OUTER_MODULES as a whole, or of one of END_MODULES.
+        `layer` OUTER: of one of OUTER_MODULES as a whole, or of END_MODULES.
         """
-        if name in END_MODULES:
-            ends = self.ends if layer == OUTER else None
-            sides = None if ends is None else (ends.vocab_size, ends.hidden_size)
+        if layer == OUTER and name in END_MODULES:
+            sides = None if self.ends is None else (self.ends.vocab_size, self.ends.hidden_size)
             return sides if sides is None or name == EMBEDDING else sides[::-1]
         if layer == OUTER:
             num_in, num_out = self.modules[name]
@@ -268,6 +267,8 @@ class BaseShape:
 
     def path(self, module: str) -> str:
         """The name of a module within a layer of this base."""
+        if module in END_MODULES:
+            return module
         match = _EXPERT.fullmatch(module)
         if match is not None and self.experts is not None:
             block = f"{self.experts.block}." if self.experts.block else ""
@@ -414,25 +415,28 @@ def expert_entries(module: str, ranks: Mapping[int, int], num_experts: int) -> d
         groups.setdefault(ranks[expert], []).append(expert)
     if len(groups) == 1 and len(ranks) == num_experts:
         return {module: next(iter(groups))}
-    return {module.replace(".", f".{_ranges(experts)}."): rank for rank, experts in groups.items()}
+    return {module.replace(".", f".{written_ranges(experts)}."): rank for rank, experts in groups.items()}
 
 
 @lru_cache(1024)
 def named_experts(entry: str) -> tuple[int, ...] | None:
     """The experts that an entry of `module_ranks` names; None: it is of all, or of no experts."""
     match = _SOME.fullmatch(entry)
-    if match is None:
-        return None
-    edges = ([int(edge) for edge in part.split("-")] for part in match[1].split(","))
-    return tuple(expert for edge in edges for expert in range(edge[0], edge[-1] + 1))
+    return None if match is None else read_ranges(match[1])
 
 
-def _ranges(experts: Iterable[int]) -> str:
+def written_ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers as "0-3,7"."""
     runs: list[list[int]] = []
-    for expert in experts:
-        if runs and runs[-1][1] == expert - 1:
-            runs[-1][1] = expert
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            runs.append([expert, expert])
+            runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def read_ranges(text: str) -> tuple[int, ...]:
+    """The numbers that `written_ranges` wrote as `text`."""
+    edges = ([int(edge) for edge in part.split("-")] for part in text.split(","))
+    return tuple(number for edge in edges for number in range(edge[0], edge[-1] + 1))

@@ -64,7 +64,7 @@ class OutputVectors:
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows that stand in place of the base's, in its embedding or its head."""
+    """Rows that stand in place of the base's, in its embedding or its head. LoRA adds to them as to the base's."""
 
     token_ids: Tensor  # [n] int64, ascending
     rows: Tensor  # [n, hidden]
@@ -79,7 +79,7 @@ class AdapterContent:
     """Everything that decides what an adapter computes. Keys of `matrices` and `outputs` are (layer, module).
 
     At the layer OUTER, LoRA of EMBEDDING has A `[rank, vocab]` and B `[hidden, rank]`, LoRA of HEAD A `[rank, hidden]`
-    and B `[vocab, rank]`. `token_rows`: by EMBEDDING and HEAD.
+    and B `[vocab, rank]`. `token_rows`: by EMBEDDING and HEAD, which share one where they are one in the base.
 
     `num_experts`: of each layer of the base. 0: it has none, or the adapter was stored when all experts were packed at
     one rank, and stays packed so. `outputs_source`: SHA-256, hex, of the tensors that `outputs` were made of, which
@@ -107,11 +107,11 @@ class AdapterContent:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the tensors as uploaded: a matrix that several modules share counts once."""
+        """Bytes of the tensors as uploaded: what several modules share counts once."""
         tensors = [tensor for lora in self.matrices.values() for tensor in lora.tensors.values()]
         tensors += [tensor for vectors in self.outputs.values() for tensor in (vectors.gain, vectors.shift)]
-        of_rows = sum(rows.num_bytes for rows in self.token_rows.values())
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + of_rows
+        of_rows = {id(rows): rows.num_bytes for rows in self.token_rows.values()}
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + sum(of_rows.values())
 
     @cached_property
     def digest(self) -> str:
@@ -135,6 +135,11 @@ class AdapterContent:
                     hasher.update(shared[id(tensor)].encode())
                 else:
                     hasher.update(tensor_bytes(tensor))
+        for module, each in sorted(self.token_rows.items()):
+            facts = [module, "rows", DTYPE_NAMES[each.rows.dtype], list(each.rows.shape)]
+            hasher.update(json.dumps(facts).encode() + b"\n")
+            hasher.update(tensor_bytes(each.token_ids.astype("<i8")))
+            hasher.update(tensor_bytes(each.rows))
         return hasher.hexdigest()
 
 
