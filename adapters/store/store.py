@@ -9,7 +9,8 @@ root/
 ├── layouts/                 a file for each layout that adapters are packed for: its time is when it was last used
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names; vectors of outputs, each with a CRC-32
-    ├── manifest.json               scaling of each module of each layer, and of what it is a product; how many experts
+    ├── manifest.json               scaling of each module of each layer, and of what it is a product; how many experts;
+    │                               which tokens have rows of their own in the embedding and the head
     ├── <layout key>.packed         pages, ready to be loaded; can be made again from the two above
     └── unreferenced                its time: when the sweep first found that no name points to the adapter
 ```
@@ -37,9 +38,9 @@ from zlib import crc32
 
 import numpy as np
 
-from ..adapter import BaseIdentity
+from ..adapter import END_MODULES, BaseIdentity, read_ranges, written_ranges
 from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
-from ..format.content import AdapterContent, LoraMatrices, OutputVectors
+from ..format.content import AdapterContent, LoraMatrices, OutputVectors, TokenRows
 from ..format.own_tokenizer import OwnText
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.products import ProductMatrices
@@ -135,6 +136,7 @@ _MANIFEST_FILE = "manifest.json"
 _NUM_EXPERTS = "num_experts"  # in a manifest, if each expert is packed at its own rank
 _INVOCATION = "invocation_token_ids"
 _OUTPUTS, _NUM_OUTPUTS, _PRODUCTS = "outputs_source", "num_outputs", "products"
+_TOKEN_ROWS = "token_rows"
 # The vectors of a module's outputs. They follow from the upload and the base, by sums that machines order differently,
 # so that no digest is of them.
 _OUTPUTS_NAME = re.compile(r"(?P<layer>[0-9]+)\.(?P<module>[a-z0-9_.]+)\.outputs\.(?P<crc>[0-9a-f]{8})")
@@ -194,6 +196,12 @@ class AdapterStore:
             for (layer, module), vectors in content.outputs.items():
                 both = np.stack([vectors.gain, vectors.shift])
                 tensors[f"{layer}.{module}.outputs.{crc32(tensor_bytes(both)):08x}"] = both
+            token_rows: dict[int, dict[str, Any]] = {}  # what embedding and head share is stored once
+            for end, rows in content.token_rows.items():
+                name = f"rows.{len(token_rows)}"
+                tokens = {"ends": list[str](), "tokens": written_ranges(rows.token_ids.tolist()), "tensor": name}
+                token_rows.setdefault(id(rows), tokens)["ends"].append(end)
+                tensors[token_rows[id(rows)]["tensor"]] = rows.rows
             with files.write(TENSORS_FILE) as file:
                 write_tensors(file, tensors)
             manifest: dict[str, Any] = {"format": 1, "digest": content.digest, "scalings": scalings}
@@ -201,6 +209,8 @@ class AdapterStore:
                 manifest[_NUM_EXPERTS] = content.num_experts
             if products:
                 manifest[_PRODUCTS] = products
+            if token_rows:
+                manifest[_TOKEN_ROWS] = [*token_rows.values()]
             if content.outputs:
                 manifest |= {_OUTPUTS: content.outputs_source, _NUM_OUTPUTS: len(content.outputs)}
             if content.invocation_token_ids:
@@ -509,6 +519,17 @@ def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:
             outputs[int(match["layer"]), match["module"]] = OutputVectors(*vectors)
     if len(outputs) != manifest.get(_NUM_OUTPUTS, 0):
         raise ValueError(f"{len(outputs)} modules have vectors of outputs, not {manifest.get(_NUM_OUTPUTS, 0)}")
+    token_rows: dict[str, TokenRows] = {}
+    for facts in manifest.get(_TOKEN_ROWS, ()):
+        rows = TokenRows(np.array(read_ranges(facts["tokens"]), np.int64), file.tensor(facts["tensor"]))
+        if len(rows.token_ids) != len(rows.rows) or not {*facts["ends"]} <= {*END_MODULES}:
+            raise ValueError(f"{_MANIFEST_FILE} has other tokens than {facts['tensor']!r} has rows")
+        token_rows |= dict.fromkeys(facts["ends"], rows)
     return AdapterContent(
-        matrices, num_experts, invocation_token_ids=invocation, outputs=outputs, outputs_source=source
+        matrices,
+        num_experts,
+        invocation_token_ids=invocation,
+        outputs=outputs,
+        outputs_source=source,
+        token_rows=token_rows,
     )
