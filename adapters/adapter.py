@@ -182,7 +182,10 @@ class BaseShape:
         return divisor & -divisor
 
     def padding(self, entry: str) -> int:
-        """Columns of zeros behind the outputs of an entry of `modules`, so that few do not narrow the tiles of all."""
+        """Columns of zeros behind the outputs of an entry of `modules` or of HEAD, so that tiles stay wide."""
+        if entry == HEAD:
+            assert self.ends is not None, "only where adapters can change the head"
+            return -self.ends.vocab_size % self._unit
         return -self.modules[entry][1] % self._unit if entry in NARROW_MODULES else 0
 
     @cached_property
@@ -250,10 +253,11 @@ class BaseShape:
     def sides(self, layer: int, name: str) -> tuple[int, int] | None:
         """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none.
 
-        `layer` OUTER: of one of OUTER_MODULES as a whole, or of END_MODULES.
+        `layer` OUTER: of one of OUTER_MODULES as a whole, or of one of END_MODULES.
         """
-        if layer == OUTER and name in END_MODULES:
-            sides = None if self.ends is None else (self.ends.vocab_size, self.ends.hidden_size)
+        if name in END_MODULES:
+            ends = self.ends if layer == OUTER else None
+            sides = None if ends is None else (ends.vocab_size, ends.hidden_size)
             return sides if sides is None or name == EMBEDDING else sides[::-1]
         if layer == OUTER:
             num_in, num_out = self.modules[name]
