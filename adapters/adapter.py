@@ -253,10 +253,11 @@ class BaseShape:
     def sides(self, layer: int, name: str) -> tuple[int, int] | None:
         """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none.
 
-        `layer` OUTER: of one of OUTER_MODULES as a whole, or of END_MODULES.
+        `layer` OUTER: of one of OUTER_MODULES as a whole, or of one of END_MODULES.
         """
-        if layer == OUTER and name in END_MODULES:
-            sides = None if self.ends is None else (self.ends.vocab_size, self.ends.hidden_size)
+        if name in END_MODULES:
+            ends = self.ends if layer == OUTER else None
+            sides = None if ends is None else (ends.vocab_size, ends.hidden_size)
             return sides if sides is None or name == EMBEDDING else sides[::-1]
         if layer == OUTER:
             num_in, num_out = self.modules[name]
