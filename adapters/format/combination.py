@@ -77,6 +77,8 @@ def combine(
         raise AdapterInvalid("activated LoRAs can be combined only with those of the same invocation tokens")
     if any(content.outputs for content in contents):
         raise AdapterInvalid("DoRA, IA3 and trained biases do more than add to a linear, and cannot be combined")
+    if any(content.head is not None for content in contents):
+        raise AdapterInvalid("score heads cannot be combined: combine adapters without task_type SEQ_CLS")
     start = hashlib.sha256(msgspec.json.encode(combination.parts)).digest()
     generator = np.random.Generator(np.random.PCG64(int.from_bytes(start, "little")))
     max_rank = max(lora.rank for content in contents for lora in content.matrices.values())

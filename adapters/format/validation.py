@@ -46,6 +46,7 @@ from .peft import (
     unwrapped,
 )
 from .products import SHARED, ProductMatrices, check_product, expected_tensors
+from .score_head import check_head, head_names, read_head
 from .targets import (
     PatternTime,
     Target,
@@ -276,7 +277,10 @@ def validate(
     fused = {} if shape.experts is None else shape.experts.fused
     targets |= {key: parameters.pop(key) for key in [*parameters] if key[1] not in fused}
     of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
-    of_text = [name for name in file.entries if name not in of_vision and not is_of_training(name)]
+    of_head = head_names(file.entries) if parsed.is_classifier else []
+    check_head(of_head, file.entries, shape, is_named=parsed.names_head)
+    elsewhere = of_vision.union(of_head)
+    of_text = [name for name in file.entries if name not in elsewhere and not is_of_training(name)]
     fused_names = match_fused_names(
         [name for name in of_text if parse_fused_name(name) is not None], parameters, shape, prefix
     )
@@ -337,6 +341,7 @@ def validate(
         parsed.invocation_token_ids,
         outputs,
         source_digest(vector_arrays),
+        head=read_head(file, of_head),
     )
 
 

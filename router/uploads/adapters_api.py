@@ -110,6 +110,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     response_template: str = ""  # name of its format of calls and reasoning; empty: that of the base
     chat_template: str = ""  # SHA-256 of its own; empty: chats are rendered by the base's
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA, after which it computes; empty: a plain one
+    num_labels: int = 0  # of a sequence classifier; 0: it is none
     warnings: tuple[str, ...] = ()  # why its answers may differ from those in training
     object: Literal["adapter"] = "adapter"
 
@@ -430,6 +431,7 @@ class AdaptersApi:
             response_template=adapter.response_template,
             chat_template=adapter.chat_template,
             invocation_token_ids=adapter.invocation_token_ids,
+            num_labels=adapter.num_labels,
             warnings=self._base_warnings(adapter.base),
         )
 

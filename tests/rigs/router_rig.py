@@ -23,6 +23,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import NameTaken
 from motet.adapters.format.own_tokenizer import template_digest
 from motet.adapters.format.peft import named_base
+from motet.adapters.format.score_head import ScoreHead
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.known_keys import KnownKeys
@@ -315,6 +316,8 @@ class FakeRegistry:
         self.warnings: tuple[str, ...] = ()
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
         self.chat_templates: dict[str, str] = {}  # by digest
+        self.heads: dict[str, ScoreHead | Exception] = {}  # by digest of the adapter
+        self.num_read_heads = 0
         self.error: Exception | None = None
         self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
         self.connected = True
@@ -328,6 +331,7 @@ class FakeRegistry:
         base: str = "",
         response_template: str = "",
         chat_template: str = "",
+        head: ScoreHead | None = None,
     ) -> AdapterVersion:
         """`chat_template`: its source."""
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
@@ -335,6 +339,8 @@ class FakeRegistry:
         if chat_template:
             reported["chat_template"] = own_digest = template_digest(chat_template)
             self.chat_templates[own_digest] = chat_template
+        if head is not None:
+            self.heads[digest], reported["num_labels"] = head, head.num_labels
         adapter = AdapterVersion(tenant, name, version, digest, ranks, 1234, 1700000000.5, **reported)
         self.adapters[tenant, name] = adapter
         return adapter
@@ -404,6 +410,13 @@ class FakeUploads:
 
     async def chat_template(self, adapter: AdapterVersion) -> str:
         return self._registry.chat_templates[adapter.chat_template]
+
+    async def score_head(self, adapter: AdapterVersion) -> ScoreHead:
+        self._registry.num_read_heads += 1
+        head = self._registry.heads[adapter.digest]
+        if isinstance(head, Exception):
+            raise head
+        return head
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         self._answer()
