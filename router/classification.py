@@ -321,11 +321,7 @@ class ScoreHeads:
         """Gives the form its numbers. Raises as `check`, and a 422 for numbers that are not finite."""
         async with self._places.of(tenant):
             head = await self._head(tenant, version)
-            logits = await asyncio.to_thread(head.logits, form.states())
-        if not np.isfinite(logits).all():
-            problem = f"the score head of {version.name}@{version.version} overflows: its weights are too large."
-            raise ApiError(422, problem, code="adapter_overflow")
-        form.logits = logits
+            await asyncio.to_thread(form.compute, head)
 
     async def _head(self, tenant: str, version: AdapterVersion) -> ScoreHead:
         key = tenant, version.digest
@@ -402,7 +398,7 @@ class HeadForm(UnstreamedForm):
     def __init__(self, head: AnswerHead, request: HeadPrompts) -> None:
         self._head, self._is_activated = head, request.is_activated
         self._vectors: list[bytes | None] = [None] * num_inputs(request)
-        self.logits: NDArray[np.float32] = np.empty((0, 0), np.float32)  # [num_inputs, num_labels]
+        self._numbers: NDArray[np.float32] = np.empty((0, 0), np.float32)  # [num_inputs, num_labels]
 
     def take(self, index: int, delta: Delta) -> None:
         self._vectors[index] = delta.embedding
@@ -410,15 +406,16 @@ class HeadForm(UnstreamedForm):
     def document(self, usage: Usage) -> Iterator[bytes]:
         raise NotImplementedError
 
-    def states(self) -> NDArray[np.float32]:
-        """`[num_inputs, hidden]`."""
-        if None in self._vectors:
+    def compute(self, head: ScoreHead) -> None:
+        """Makes the answer's numbers, once all states are there. Blocking. Raises a 422 for what is not finite."""
+        states = [unpacked_vector(vector) for vector in self._vectors if vector is not None]
+        if len(states) < len(self._vectors):
             raise RuntimeError("a gang has sent no states: is it one of an older motet?")
-        return np.stack([unpacked_vector(vector) for vector in self._vectors if vector is not None])
-
-    def numbers(self) -> NDArray[np.float32]:
-        """`[num_inputs, num_labels]` as they are answered."""
-        return activated(self.logits) if self._is_activated else self.logits
+        logits = head.logits(states)
+        if not np.isfinite(logits).all():
+            problem = "The adapter's score head overflows: its weights are too large."
+            raise ApiError(422, problem, code="adapter_overflow")
+        self._numbers = activated(logits) if self._is_activated else logits
 
 
 class ClassifyForm(HeadForm):
@@ -427,7 +424,7 @@ class ClassifyForm(HeadForm):
         whole = ClassifiedList(head.id, head.created, head.model, [], _usage(usage))
         entries = (
             Classified(index, f"LABEL_{row.argmax()}", row.tolist(), len(row))
-            for index, row in enumerate(self.numbers())
+            for index, row in enumerate(self._numbers)
         )
         return _listed(whole, b'"data":[]', entries)
 
@@ -436,7 +433,7 @@ class ScoreForm(HeadForm):
     def document(self, usage: Usage) -> Iterator[bytes]:
         head = self._head
         whole = ScoreList(head.id, head.created, head.model, [], _usage(usage))
-        entries = (PairScore(index, score) for index, score in enumerate(self.numbers()[:, 0].tolist()))
+        entries = (PairScore(index, score) for index, score in enumerate(self._numbers[:, 0].tolist()))
         return _listed(whole, b'"data":[]', entries)
 
 
@@ -447,7 +444,7 @@ class RerankForm(HeadForm):
         self._documents: Sequence[Any] = request.prompt[request.num_queries :] if request.with_documents else ()
 
     def document(self, usage: Usage) -> Iterator[bytes]:
-        scores = self.numbers()[:, 0].tolist()
+        scores = self._numbers[:, 0].tolist()
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._top_n or None]
         whole = RerankAnswer(self._head.id, self._head.model, [], _usage(usage))
         entries = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from zlib import crc32
@@ -58,8 +58,8 @@ class ScoreHead:
         """A copy that does not keep the file."""
         return ScoreHead(*(tensor.astype(np.float32) for tensor in self.tensors.values()))
 
-    def logits(self, states: NDArray[np.float32]) -> NDArray[np.float32]:
-        """`[n, num_labels]` of states `[n, hidden]`. A row does not depend on the others. What overflows is not finite.
+    def logits(self, states: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+        """`[n, num_labels]` of n states `[hidden]`. A row does not depend on the others. What overflows is not finite.
 
         The head is `in_float32`.
         """

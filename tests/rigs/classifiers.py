@@ -10,6 +10,8 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification
 
+from motet.tests.rigs.oracle import patterns_may_match_nothing
+
 
 def write_classifier(
     model_path: Path, folder: Path, num_labels: int, config: PeftConfig | None = None, seed: int = 5, **more: Any
@@ -18,7 +20,9 @@ def write_classifier(
     config = config or LoraConfig(
         **{"task_type": "SEQ_CLS", "r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **more}
     )
-    model, generator = get_peft_model(_base(model_path, num_labels), config), torch.Generator().manual_seed(seed)
+    with patterns_may_match_nothing():
+        model = get_peft_model(_base(model_path, num_labels), config)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -32,7 +36,8 @@ def classifier_logits(
     model_path: Path, folder: Path, num_labels: int, prompts: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
     """`[num_labels]` of each prompt alone, as whoever loads the folder with PEFT gets them."""
-    model = PeftModel.from_pretrained(_base(model_path, num_labels), folder).eval()
+    with patterns_may_match_nothing():
+        model = PeftModel.from_pretrained(_base(model_path, num_labels), folder).eval()
     return [model(input_ids=torch.tensor([[*prompt]]), use_cache=False).logits[0] for prompt in prompts]
 
 

@@ -236,7 +236,7 @@ async def test_a_name_that_has_moved_on(rig: RouterRig) -> None:
     "templates", [{}, {"chat_template": "{{ messages[0].content }}"}, {"response_template": "glm"}]
 )
 async def test_a_stream_goes_on_by_the_templates_of_the_version_that_it_began_with(
-    rig: RouterRig, templates: dict[str, str]
+    rig: RouterRig, templates: dict[str, Any]
 ) -> None:
     begun = rig.registry.add("acme", "pirate", "abc")
     body = {"model": "pirate", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
