@@ -22,6 +22,7 @@ from .errors import AdapterInvalid, NoSuchName, UploadTooLarge, UploadUnchecked
 from .format.combination import Combination
 from .format.own_tokenizer import NO_OWN_TEXT, OwnText
 from .format.peft import CONFIG_FILE, TENSORS_FILE
+from .format.score_head import ScoreHead
 from .names import PLAIN_SIGHT, Sight, check_name, check_tenant
 from .packing.layout import AdapterLayout, packed_bytes
 from .processes.child_processes import ChildEnded, ChildProcess, ChildProcesses
@@ -91,7 +92,7 @@ class CheckedUpload:
     def __init__(self, process: ChildProcess, cpu_s: float, facts: UploadFacts) -> None:
         self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
         self.left_out, self.unknown_field, self.warnings = facts.left_out, facts.unknown_field, facts.warnings
-        self.invocation_token_ids = facts.invocation_token_ids
+        self.invocation_token_ids, self.num_labels = facts.invocation_token_ids, facts.num_labels
         self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True
@@ -238,6 +239,7 @@ class UploadService:
                 response_template=response_template,
                 invocation_token_ids=upload.invocation_token_ids,
                 own_text=own_digest,
+                num_labels=upload.num_labels,
                 activate=activate,
                 must_be_new=must_be_new,
                 note=note,
@@ -260,6 +262,10 @@ class UploadService:
         if not adapter.own_text:
             return NO_OWN_TEXT
         return await asyncio.to_thread(self._store.load_own_text, adapter.digest, adapter.own_text)
+
+    async def score_head(self, adapter: AdapterVersion) -> ScoreHead:
+        """The version's, which it has, in float32. Raises AdapterCorrupt, StoreUnavailable."""
+        return await asyncio.to_thread(self._store.load_head, adapter.digest)
 
     async def state(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> NameState:
         """The name with its history, if the caller sees it. Raises NoSuchName, RegistryUnavailable."""

@@ -21,6 +21,7 @@ from .administration.tenants_api import LimitsApi, TenantsApi, UsersApi
 from .batches.batches import Batches
 from .batches.schema import Endpoint as LineRoute
 from .bodies.body_reader import BodyReader
+from .classification import ScoreHeads
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
 from .endpoint import Cors, Endpoint, EndpointRoute, RegistryOutages
@@ -101,7 +102,8 @@ def create_app(
     pauses = None if administration is None else Pauses(view, dispatcher, authenticator)
     apis: list[object] = [
         CompletionsApi(
-            config, base, dispatcher, view, text, texts, metrics, accounts, bodies, shadows, responses, pauses
+            *(config, base, dispatcher, view, text, texts, ScoreHeads(uploads.score_head)),
+            *(metrics, accounts, bodies, shadows, responses, pauses),
         ),
         ModelsApi(base, view),
         TokenizeApi(config, base, bodies, text, texts),

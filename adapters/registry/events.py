@@ -90,6 +90,7 @@ class _Facts(msgspec.Struct):
     response_template: str = ""
     invocation_token_ids: tuple[int, ...] = ()
     own_text: str = msgspec.field(default="", name="chat_template")  # which it was at first
+    num_labels: int = 0
     revision: int = 0  # none in records from before versions had a history: those are older than all others
     rollout: msgspec.Raw = msgspec.Raw()
 
@@ -114,6 +115,8 @@ def encode_facts(adapter: AdapterVersion) -> str:
         facts["invocation_token_ids"] = adapter.invocation_token_ids
     if adapter.own_text:
         facts["chat_template"] = adapter.own_text
+    if adapter.num_labels:
+        facts["num_labels"] = adapter.num_labels
     if adapter.rollout:
         facts["rollout"] = msgspec.Raw(adapter.rollout)
     return msgspec.json.encode(facts).decode()[1:]
@@ -137,6 +140,7 @@ def decode_adapter(field: str, record: str) -> AdapterVersion:
         response_template=sys.intern(facts.response_template),
         invocation_token_ids=facts.invocation_token_ids,
         own_text=facts.own_text,
+        num_labels=facts.num_labels,
         revision=facts.revision,
         rollout=bytes(facts.rollout),
     )

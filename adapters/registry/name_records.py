@@ -56,6 +56,7 @@ class NameRecords:
         response_template: str = "",
         invocation_token_ids: tuple[int, ...] = (),
         own_text: str = "",
+        num_labels: int = 0,
         activate: bool = True,
         must_be_new: bool = False,
         note: VersionNote | None = None,
@@ -94,7 +95,7 @@ class NameRecords:
                     return state, last_version, same
             version = last_version + 1
             facts = (digest, module_ranks, num_bytes, now, packed_bytes, base, response_template, invocation_token_ids)
-            upload = AdapterVersion(tenant, name, version, *facts, own_text)
+            upload = AdapterVersion(tenant, name, version, *facts, own_text, num_labels)
             return with_upload(state, upload, new_note, activate=activate, now=now), version, None
 
         state, duplicate, version = await self._change(f"{tenant}/{name}", add, entry, admission, new_note.user, bounds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -30,7 +30,7 @@ from .control_tokens import (
     rendered_chats,
     with_added_tokens,
 )
-from .model_tokenizer import OwnPooling, load_tokenizer, own_pooling
+from .model_tokenizer import OwnPooling, load_tokenizer, own_pad_id, own_pooling
 from .token_bytes import NFC_SHRINKS, NUM_KEPT_TOKENS, TokenBytes, max_bytes_per_token
 
 T = TypeVar("T")
@@ -88,15 +88,16 @@ class TextService:
         control_tokens: TextsWithControlTokens = "prompts",
         response_template: str = BY_TEMPLATE,
         pooling: OwnPooling | None = None,
+        pad_id: int | None = None,
     ) -> None:
         """`tokenizer`: of transformers, with a `tokenizers` backend.
 
         `control_tokens`: which texts of clients may write them: those of completions, those of chats, too, or none.
         `response_template`: of answers, see `answer_format`, which raises ValueError. `pooling`: of embeddings; None:
-        where nothing is said.
+        where nothing is said. `pad_id`: the model's token for padding; None: it has none.
         """
         self._templated = tokenizer
-        self.pooling = pooling or OwnPooling()
+        self.pooling, self._pad_id = pooling or OwnPooling(), pad_id
         backend: Tokenizer = tokenizer.backend_tokenizer
         backend.no_truncation()  # a tokenizer.json may carry these from its training
         backend.no_padding()
@@ -133,7 +134,7 @@ class TextService:
         response_template: str = BY_TEMPLATE,
     ) -> TextService:
         """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
-        return cls(load_tokenizer(path), control_tokens, response_template, own_pooling(path))
+        return cls(load_tokenizer(path), control_tokens, response_template, own_pooling(path), own_pad_id(path))
 
     def of(self, tenant: str) -> TextService:
         """The same service for this tenant's texts: long ones have a fair turn beside those of others."""
@@ -226,6 +227,22 @@ class TextService:
         is_short = len(text) <= MAX_CHARS_ON_LOOP
         num_bytes = len(text.encode("utf-8", "surrogatepass")) if is_short else len(text)  # at least
         return -(-num_bytes // self._max_bytes_per_token)
+
+    @cached_property
+    def pair_marks(self) -> tuple[list[int], list[int], list[int]]:
+        """The special tokens that the tokenizer puts before, between and behind two texts."""
+        encoding = self._backend.encode("a", "a")
+        ids, texts = encoding.ids, encoding.sequence_ids
+        first, second, end = texts.index(0), texts.index(1), len(texts) - texts[::-1].index(1)
+        between = len(texts) - texts[::-1].index(0)
+        return ids[:first], ids[between:second], ids[end:]
+
+    def without_padding(self, token_ids: list[int]) -> list[int]:
+        """Without tokens for padding at the end, which classifiers of transformers pass over; one token stays."""
+        end = len(token_ids)
+        while end > 1 and token_ids[end - 1] == self._pad_id:
+            end -= 1
+        return token_ids[:end]
 
     async def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
         """Token ids of a client's text, the last `limit` of them; off the event loop when it is long."""

@@ -153,6 +153,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     response_template: str = ""  # name of its format of calls and reasoning; empty: that of the base
     own_text: str = ""  # SHA-256 of its own chat template, tokens and end of answers; empty: all are the base's
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA, after which it computes; empty: a plain one
+    num_labels: int = 0  # of a sequence classifier; 0: it is none
     warnings: tuple[str, ...] = ()  # why its answers may differ from those in training
     object: Literal["adapter"] = "adapter"
 
@@ -472,6 +473,7 @@ class AdaptersApi:
             response_template=adapter.response_template,
             own_text=adapter.own_text,
             invocation_token_ids=adapter.invocation_token_ids,
+            num_labels=adapter.num_labels,
             warnings=self._base_warnings(adapter.base),
         )
 

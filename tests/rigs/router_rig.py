@@ -23,6 +23,7 @@ from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import NameTaken
 from motet.adapters.format.own_tokenizer import NO_OWN_TEXT, OwnText
 from motet.adapters.format.peft import named_base
+from motet.adapters.format.score_head import ScoreHead
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.known_keys import KnownKeys
@@ -316,6 +317,8 @@ class FakeRegistry:
         self.warnings: tuple[str, ...] = ()
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
         self.own_texts: dict[str, OwnText] = {}  # by digest
+        self.heads: dict[str, ScoreHead | Exception] = {}  # by digest of the adapter
+        self.num_read_heads = 0
         self.error: Exception | None = None
         self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
         self.connected = True
@@ -330,6 +333,7 @@ class FakeRegistry:
         response_template: str = "",
         chat_template: str = "",
         own_text: OwnText = NO_OWN_TEXT,
+        head: ScoreHead | None = None,
     ) -> AdapterVersion:
         """`chat_template`: its source."""
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
@@ -338,6 +342,8 @@ class FakeRegistry:
         if own_text != NO_OWN_TEXT:
             reported["own_text"] = own_text.digest
             self.own_texts[own_text.digest] = own_text
+        if head is not None:
+            self.heads[digest], reported["num_labels"] = head, head.num_labels
         adapter = AdapterVersion(tenant, name, version, digest, ranks, 1234, 1700000000.5, **reported)
         self.adapters[tenant, name] = adapter
         return adapter
@@ -414,6 +420,13 @@ class FakeUploads:
 
     async def own_text(self, adapter: AdapterVersion) -> OwnText:
         return self._registry.own_texts[adapter.own_text] if adapter.own_text else NO_OWN_TEXT
+
+    async def score_head(self, adapter: AdapterVersion) -> ScoreHead:
+        self._registry.num_read_heads += 1
+        head = self._registry.heads[adapter.digest]
+        if isinstance(head, Exception):
+            raise head
+        return head
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         self._answer()
