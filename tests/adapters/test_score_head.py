@@ -115,7 +115,7 @@ def doubled(tensors: dict[str, torch.Tensor]) -> None:
         ({"task_type": "TOKEN_CLS"}, None, "task_type 'TOKEN_CLS'"),
         ({"task_type": None}, None, "task_type None"),
         ({"task_type": "CAUSAL_LM", "modules_to_save": None}, None, "a head other than that of a sequence classifier"),
-        ({"modules_to_save": ["score", "norm"]}, None, "modules_to_save = ['norm']"),
+        ({"modules_to_save": ["score", "norm"]}, None, "modules_to_save names 'norm'"),
         ({}, lambda tensors: tensors.pop(WEIGHT), f"lacks {WEIGHT}"),
         ({}, lambda tensors: tensors.update({WEIGHT: torch.ones(3, 63)}), "expected [number of labels, 64]"),
         ({}, lambda tensors: tensors.update({WEIGHT: torch.ones(64)}), "expected [number of labels, 64]"),
@@ -166,8 +166,8 @@ def test_the_store_keeps_a_head(
     expected = torch.nn.functional.linear(
         torch.from_numpy(states), tensors[WEIGHT].float(), bias.float() if has_bias else None
     )
-    np.testing.assert_allclose(head.logits(states), expected.numpy(), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(head.logits(states)[2:3], head.logits(states[2:3]))
+    np.testing.assert_allclose(head.logits([*states]), expected.numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(head.logits([*states])[2:3], head.logits([states[2]]))
     again = store.load_content(content.digest)
     assert again.digest == content.digest and again.head is not None
     (packed,) = (tmp_path / "store").rglob("*.packed")
