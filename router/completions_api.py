@@ -579,8 +579,8 @@ def with_end(request: R, gang: GangInfo, end_id: int) -> tuple[R, GangInfo]:
     if request.ignore_eos or end_id in gang.eos_token_ids:
         return request, gang
     stops = [*(request.stop_token_ids or ()), end_id]
-    own = structs.replace(gang, eos_token_ids=(*gang.eos_token_ids, end_id))
-    return structs.replace(request, stop_token_ids=stops), own
+    extended = structs.replace(gang, eos_token_ids=(*gang.eos_token_ids, end_id))
+    return structs.replace(request, stop_token_ids=stops), extended
 
 
 def _generation(

@@ -160,7 +160,7 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> tuple[OwnT
         facts = {
             "added_tokens": added,
             "chat_template": template_digest(template) if template else "",
-            "flags": {text: found for text, found in flags.items() if found},
+            "flags": {text: some for text, some in flags.items() if some},
             "end_token": texts[0],
         }
         return msgspec.convert(facts, OwnTokenizer), template

@@ -230,11 +230,11 @@ class AdapterStore:
             (folder / _MARK_FILE).unlink(missing_ok=True)
         return content
 
-    def put_own_text(self, digest: str, own: OwnText) -> str:
+    def put_own_text(self, digest: str, own_text: OwnText) -> str:
         """Keeps it with an adapter that is stored. Returns its digest."""
-        own_digest = own.digest
+        own_digest = own_text.digest
         with self._lock(fcntl.LOCK_SH), replacing(self._own_text_path(digest, own_digest), self._temporary) as file:
-            file.write(own.encode())
+            file.write(own_text.encode())
         return own_digest
 
     def load_own_text(self, digest: str, own_digest: str) -> OwnText:

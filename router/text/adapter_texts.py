@@ -47,10 +47,10 @@ class AdapterTexts:
         self._turns = TenantPlaces(NUM_THREADS, MOST_THREADS)
         self._texts: OrderedDict[tuple[str, str], TextService] = OrderedDict()  # the last used one last
 
-    async def check(self, tenant: str, own: OwnText) -> None:
+    async def check(self, tenant: str, own_text: OwnText) -> None:
         """Raises AdapterInvalid for tokens that it cannot have, and for a template that cannot be compiled."""
         try:
-            await self._made(tenant, own)
+            await self._service(tenant, own_text)
         except ChatTemplateError as error:
             raise AdapterInvalid(f"{error}: send another, or none for the base's") from error
         except ValueError as error:
@@ -67,7 +67,7 @@ class AdapterTexts:
         text = self._texts.get(key)
         if text is None:
             try:
-                text = self._texts[key] = await self._made(tenant, await self._read(version))
+                text = self._texts[key] = await self._service(tenant, await self._read(version))
             except StoreUnavailable as error:
                 raise unavailable(str(error), "store_unavailable") from error
             except (AdapterCorrupt, ValueError) as error:
@@ -79,23 +79,23 @@ class AdapterTexts:
             self._texts.popitem(last=False)
         return text
 
-    async def _made(self, tenant: str, own: OwnText) -> TextService:
+    async def _service(self, tenant: str, own_text: OwnText) -> TextService:
         """Raises ValueError for tokens that it cannot have, ChatTemplateError, and 503."""
         rendering = None
-        if own.chat_template:
-            probed = msgspec.json.decode(await self.rendered(tenant, own, {}), type=Probed)
-            apply = _Apply(self, asyncio.get_running_loop(), tenant, own)
+        if own_text.chat_template:
+            probed = msgspec.json.decode(await self.rendered(tenant, own_text, {}), type=Probed)
+            apply = _Apply(self, asyncio.get_running_loop(), tenant, own_text)
             rendering = OwnRendering(probed.forms, probed.chats, apply, self._threads, self._turns)
-        return (await asyncio.to_thread(self._base.of_adapter, own, rendering)).of(tenant)
+        return (await asyncio.to_thread(self._base.of_adapter, own_text, rendering)).of(tenant)
 
-    async def rendered(self, tenant: str, own: OwnText, chat: Mapping[str, Any]) -> str:
+    async def rendered(self, tenant: str, own_text: OwnText, chat: Mapping[str, Any]) -> str:
         """JSON of what has come of it. Raises ChatTemplateError, TemplateError for messages that it refuses, 503."""
-        special = {**self._base.special_tokens, **({"eos_token": own.end_token} if own.end_token else {})}
+        special = {**self._base.special_tokens, **({"eos_token": own_text.end_token} if own_text.end_token else {})}
         question = json.dumps({**chat, "special_tokens": special}).encode()
         try:
             async with self._places.of(tenant), self._processes.process() as process:
                 answer = await process.ask(
-                    [own.chat_template.encode(), question],
+                    [own_text.chat_template.encode(), question],
                     lambda frames: msgspec.msgpack.decode(frames[0], type=Rendered),
                 )
         except (OSError, EOFError, TimeoutError) as error:
@@ -111,9 +111,9 @@ class AdapterTexts:
 class _Apply:
     """Renders by one template, for a thread that may wait."""
 
-    def __init__(self, texts: AdapterTexts, loop: asyncio.AbstractEventLoop, tenant: str, own: OwnText) -> None:
-        self._texts, self._loop, self._tenant, self._own = texts, loop, tenant, own
+    def __init__(self, texts: AdapterTexts, loop: asyncio.AbstractEventLoop, tenant: str, own_text: OwnText) -> None:
+        self._texts, self._loop, self._tenant, self._own_text = texts, loop, tenant, own_text
 
     def __call__(self, messages: Any, **options: Any) -> str:
-        work = self._texts.rendered(self._tenant, self._own, {"messages": messages, "options": options})
+        work = self._texts.rendered(self._tenant, self._own_text, {"messages": messages, "options": options})
         return str(json.loads(asyncio.run_coroutine_threadsafe(work, self._loop).result()))

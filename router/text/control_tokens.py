@@ -325,6 +325,6 @@ def with_added_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken]) ->
     extended = without_added_tokens(tokenizer)
     extended.add_tokens([added[token_id] for token_id in sorted(added)])
     for token_id, token in sorted(added.items()):
-        if (given := extended.token_to_id(token.content)) != token_id:
-            raise ValueError(f"{token.content!r} cannot have the id {token_id}: in their order it has {given}")
+        if (next_id := extended.token_to_id(token.content)) != token_id:
+            raise ValueError(f"{token.content!r} cannot have the id {token_id}: in their order it has {next_id}")
     return extended

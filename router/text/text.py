@@ -142,29 +142,29 @@ class TextService:
         clone._tenant = tenant
         return clone
 
-    def of_adapter(self, own: OwnText, rendering: OwnRendering | None) -> TextService:
+    def of_adapter(self, own_text: OwnText, rendering: OwnRendering | None) -> TextService:
         """The same service for an adapter's texts. Blocking; raises ValueError for tokens that it cannot have.
 
         `rendering`: by its own chat template; None: the base's renders.
         """
         clone, added = copy(self), self._tokens.added
-        if own.tokens:
-            clone._backend = with_added_tokens(self._backend, {token.id: _added(token) for token in own.tokens})
+        if own_text.tokens:
+            clone._backend = with_added_tokens(self._backend, {token.id: _added(token) for token in own_text.tokens})
             added = clone._use(clone._backend)
-            clone._num_ids = max(self._num_ids, own.tokens[-1].id + 1)
-            clone._max_bytes_per_token = self._max_bytes_with(own.tokens)
-        if own.end_token and clone.token_id(own.end_token) is None:
+            clone._num_ids = max(self._num_ids, own_text.tokens[-1].id + 1)
+            clone._max_bytes_per_token = self._max_bytes_with(own_text.tokens)
+        if own_text.end_token and clone.token_id(own_text.end_token) is None:
             raise ValueError(f"{own.end_token!r} ends its answers, and is no token")
-        clone.end_id = clone.token_id(own.end_token) if own.end_token else None
+        clone.end_id = clone.token_id(own_text.end_token) if own_text.end_token else None
         if rendering is None:
             template, chats = _template_of(self._templated), rendered_chats(self._apply)
         else:
-            template, chats = own.chat_template, rendering.chats
+            template, chats = own_text.chat_template, rendering.chats
             clone.forms, clone._apply = rendering.forms, rendering.apply
             clone._has_template = clone._is_own_template = True
             clone._threads, clone._turns = rendering.threads, rendering.turns
         names = control_names(added, template, chats)
-        if own.tokens or names.in_messages != self._tokens.names:
+        if own_text.tokens or names.in_messages != self._tokens.names:
             clone._tokens = ControlTokens(clone._backend, added, names.in_messages, clone._num_ids)
         clone._renderer = ChatRenderer(clone._apply, clone._tokens, names.in_answers)
         return clone

@@ -100,17 +100,17 @@ def own_text_of(form: UploadForm, text: TextService, vocab_size: int) -> OwnText
     return OwnText(template, (*sorted(tokens, key=lambda token: token.id),), "" if is_end_of_base else end)
 
 
-def own_text_warnings(own: OwnText, form: UploadForm, text: TextService) -> tuple[str, ...]:
+def own_text_warnings(own_text: OwnText, form: UploadForm, text: TextService) -> tuple[str, ...]:
     """What its tenant should know."""
     differs = form.tokenizer.chat_template and form.tokenizer.chat_template != text.template_digest
-    return (_OTHER_TEMPLATE,) if differs and not own.chat_template else ()
+    return (_OTHER_TEMPLATE,) if differs and not own_text.chat_template else ()
 
 
-def untrained_tokens(own: OwnText, module_ranks: Mapping[str, int], text: TextService) -> tuple[str, ...]:
+def untrained_tokens(own_text: OwnText, module_ranks: Mapping[str, int], text: TextService) -> tuple[str, ...]:
     """Of tokens of its own that the adapter has not trained."""
     if any(family_of_module(entry).startswith(EMBEDDING) for entry in module_ranks):
         return ()
-    new = [token.text for token in own.tokens if text.token_id(token.text) is None]
+    new = [token.text for token in own_text.tokens if text.token_id(token.text) is None]
     return (
         ()
         if not new
@@ -121,9 +121,9 @@ def untrained_tokens(own: OwnText, module_ranks: Mapping[str, int], text: TextSe
     )
 
 
-def invocation_warnings(token_ids: Sequence[int], own: OwnText, text: TextService) -> tuple[str, ...]:
+def invocation_warnings(token_ids: Sequence[int], own_text: OwnText, text: TextService) -> tuple[str, ...]:
     """Of an activated LoRA that no text invokes."""
-    of_adapter = {token.id for token in own.tokens}
+    of_adapter = {token.id for token in own_text.tokens}
     missing = [str(each) for each in token_ids if each not in of_adapter and not text.token_str(each)]
     if not missing:
         return ()
@@ -354,10 +354,10 @@ class AdaptersApi:
             form = await receive(tensors_path, room)
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
-            own = form.own_text or own_text_of(form, self._text, self._uploads.vocab_size)
-            warnings = own_text_warnings(own, form, self._text)
-            if own != NO_OWN_TEXT:
-                await self._texts.check(identity.name, own)
+            own_text = form.own_text or own_text_of(form, self._text, self._uploads.vocab_size)
+            warnings = own_text_warnings(own_text, form, self._text)
+            if own_text != NO_OWN_TEXT:
+                await self._texts.check(identity.name, own_text)
             problems: list[str] = []  # with the base that the adapter names, its LoRA of vision, its config
 
             def check(upload: CheckedUpload) -> None:
@@ -373,8 +373,8 @@ class AdaptersApi:
                 problems.extend([f"left out: {upload.left_out}"] if upload.left_out else [])
                 problems.extend([upload.unknown_field] if upload.unknown_field else [])
                 problems.extend(upload.warnings)
-                problems.extend(invocation_warnings(upload.invocation_token_ids, own, self._text))
-                problems.extend(untrained_tokens(own, upload.module_ranks, self._text))
+                problems.extend(invocation_warnings(upload.invocation_token_ids, own_text, self._text))
+                problems.extend(untrained_tokens(own_text, upload.module_ranks, self._text))
 
             try:
                 adapter, created = await self._uploads.upload(
@@ -383,7 +383,7 @@ class AdaptersApi:
                     form.config,
                     tensors_path,
                     response_template=form.response_template,
-                    own_text=own,
+                    own_text=own_text,
                     activate=form.activate,
                     must_be_new=form.must_be_new,
                     note=VersionNote(form.note, identity.key.key_id, user),
