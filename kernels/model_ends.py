@@ -1,10 +1,10 @@
 """What adapters change of a model's embedding and head, for the rows of a step, on any device.
 
 An adapter's end pages are one flat array, in which `adapters/packing/layout.py` places LoRA of both ends, and rows that
-stand in place of the base's for some tokens. A row's embedding is the adapter's for its token, else the base's, plus
-LoRA; logits are the base's plus LoRA, and the adapter's for its tokens. A row's result depends on nothing but the row
-and its adapter's other rows: each adapter's rows are computed by themselves, in products of pieces of its tables,
-because an adapter may have a row for each token of the vocabulary.
+stand in place of the base's for some tokens. A row's embedding and a token's logit are by the adapter's row for the
+token, else by the base's, plus LoRA. A row's result depends on nothing but the row and its adapter's other rows: each
+adapter's rows are computed by themselves, in products of pieces of its tables, because an adapter may have a row for
+each token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -102,6 +102,13 @@ class StepEnds:
     def add_to_logits(self, logits: torch.Tensor, states: torch.Tensor, pool: torch.Tensor) -> None:
         """Changes logits `[num_rows, vocab]` float32 of the last layer's states `[num_rows, hidden]` in place."""
         geometry = self.of.geometry
+        for segment, ends in self._each():
+            if not ends.head.num_rows:
+                continue
+            tables, own = self.of.tables(ends, pool), states[segment.start : segment.end]
+            ids, of_rows = tables.token_ids(ends.head), logits[segment.start : segment.end]
+            for rows, piece in tables.pieces(ends.head.rows, ends.head.num_rows, geometry.hidden_size):
+                of_rows.index_copy_(1, ids[rows], linear(own, piece).to(logits.dtype))
         if lora := [segment for segment, ends in self._each() if ends.head.lora.rank]:
             first, last = lora[0].start, lora[-1].end
             moved = [
@@ -113,13 +120,6 @@ class StepEnds:
             added = states.new_zeros(last - first, geometry.padded_vocab)
             self.of.lora.add(added, states[first:last], pool.view(len(pool), 1, -1), 0, batch, (0,))
             logits[first:last].add_(added[:, : geometry.vocab_size])
-        for segment, ends in self._each():
-            if not ends.head.num_rows:
-                continue
-            tables, own = self.of.tables(ends, pool), states[segment.start : segment.end]
-            ids, of_rows = tables.token_ids(ends.head), logits[segment.start : segment.end]
-            for rows, piece in tables.pieces(ends.head.rows, ends.head.num_rows, geometry.hidden_size):
-                of_rows.index_copy_(1, ids[rows], linear(own, piece).to(logits.dtype))
 
     def _each(self) -> Iterator[tuple[LoraSegment, PagedEnds]]:
         for segment in self.segments:
