@@ -64,7 +64,7 @@ async def test_a_history_keeps_versions_and_what_people_say_of_them(registry: Re
 
 
 async def test_each_version_keeps_its_invocation_and_its_labels(registry: Registry) -> None:
-    """Of activated LoRA and of classifiers: as the current version, as another one, and as one that is current again."""
+    """Of activated LoRA and classifiers: as the current version, as another one, and as one that is current again."""
     for number in range(1, MAX_VERSIONS + 4):
         ids = (number, 7) if number % 2 else ()
         await registry.names.register(

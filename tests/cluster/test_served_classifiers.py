@@ -58,9 +58,7 @@ async def test_classifiers_are_served(tmp_path: Path, redis_client: Redis) -> No
         assert (await served.http.post("/classify", json=request, headers=theirs)).status_code == 404
 
         query, documents = "abc", ["abcd a", "d", "cabb"]
-        tokens = [
-            (await done("/tokenize", model="reward", prompt=text))["tokens"] for text in (query, *documents)
-        ]
+        tokens = [(await done("/tokenize", model="reward", prompt=text))["tokens"] for text in (query, *documents)]
         pairs = [[*tokens[0], *document] for document in tokens[1:]]
         rewards = torch.cat(classifier_logits(folder, adapters["reward"], 1, pairs)).sigmoid()
         scored = await done("/v1/score", model="reward", text_1=query, text_2=documents)
