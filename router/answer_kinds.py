@@ -26,7 +26,6 @@ from .classification import (
     check_classifier,
     classified_prompts,
     paired_prompts,
-    refuse_classifier,
 )
 from .embeddings import EmbeddingForm, EmbeddingPrompts, chosen_pooling
 from .generation.generation import Generation
@@ -123,6 +122,16 @@ class FormParts(Generic[R]):
         return self.style is not None
 
 
+def refuse_classifier(version: AdapterVersion | None, request: GenerationFields) -> None:
+    """Raises a 400 for text of a version that has a score head: it was trained without the head of the vocabulary."""
+    if version is not None and version.num_labels:
+        raise invalid_value(
+            "model",
+            f"`{request.model}` is a sequence classifier (task_type SEQ_CLS), which generates no text: use /v1/classify"
+            f"{', /v1/score or /v1/rerank' if version.num_labels == 1 else ''}, or a version without a score head.",
+        )
+
+
 class OfChat(Generic[C]):
     """What all kinds of answers to chats have in common."""
 
@@ -141,8 +150,7 @@ class OfChat(Generic[C]):
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
         tool_choice(request)
 
-    def check_version(self, version: AdapterVersion | None, request: C) -> None:
-        refuse_classifier(version, request.model)
+    check_version = staticmethod(refuse_classifier)
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         prompt = await chat_prompt(request, text, gang)
@@ -234,8 +242,7 @@ class TextCompletion:
     def check(self, request: CompletionRequest) -> None:
         check_best_of(request)
 
-    def check_version(self, version: AdapterVersion | None, request: CompletionRequest) -> None:
-        refuse_classifier(version, request.model)
+    check_version = staticmethod(refuse_classifier)
 
     async def tokenize(
         self, request: CompletionRequest, text: TextService, gang: GangInfo, template: str

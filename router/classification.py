@@ -149,9 +149,8 @@ def classify_prompts(request: ClassifyRequest) -> ClassifyPrompts:
         raise invalid_value("input", "either an input or messages are needed.")
     fields: dict[str, Any] = {field: getattr(request, field) for field in (*_SHARED, *_OF_CHATS)}
     if request.messages is None:
-        given = [field for field in _OF_CHATS if fields[field] is not None]
-        if given:
-            raise invalid_value(given[0], "it is for messages.")
+        if chat_fields := [field for field in _OF_CHATS if fields[field] is not None]:
+            raise invalid_value(chat_fields[0], "it is for messages.")
     elif fields["add_generation_prompt"] is None:
         fields["add_generation_prompt"] = False
     return ClassifyPrompts(
@@ -188,14 +187,13 @@ def rerank_prompts(request: RerankRequest) -> RerankPrompts:
 
 def _one_of(request: ScoreRequest, name: str, other: str) -> tuple[str, list[str]]:
     """The field's name, and its texts."""
-    given = [field for field in (name, other) if getattr(request, field) is not None]
-    if len(given) != 1:
+    values = {field: getattr(request, field) for field in (name, other) if getattr(request, field) is not None}
+    if len(values) != 1:
         raise invalid_value(name, f"either {name} or {other} is needed.")
-    texts = getattr(request, given[0])
-    texts = [texts] if isinstance(texts, str) else texts
-    if not texts:
-        raise invalid_value(given[0], "it is an empty list: at least one text is needed.")
-    return given[0], texts
+    ((field, texts),) = values.items()
+    if not texts and not isinstance(texts, str):
+        raise invalid_value(field, "it is an empty list: at least one text is needed.")
+    return field, [texts] if isinstance(texts, str) else texts
 
 
 def _pairs(
@@ -283,16 +281,6 @@ def check_classifier(version: AdapterVersion | None, request: HeadPrompts) -> Ad
         problem = f"{count} inputs times {version.num_labels} labels are too many for an answer: send at most {limit}."
         raise invalid_value("input", problem)
     return version
-
-
-def refuse_classifier(version: AdapterVersion | None, model: str) -> None:
-    """Raises a 400 for text of a version that has a score head: it was trained without the head of the vocabulary."""
-    if version is not None and version.num_labels:
-        raise invalid_value(
-            "model",
-            f"`{model}` is a sequence classifier (task_type SEQ_CLS), which generates no text: use /v1/classify"
-            f"{', /v1/score or /v1/rerank' if version.num_labels == 1 else ''}, or a version without a score head.",
-        )
 
 
 # Heads in a router's memory.

@@ -102,12 +102,12 @@ def unpacked(packed_request: PackedRequest, kind: type[R]) -> R:
     shapes = msgspec.msgpack.decode(packed_request.values, type=list[tuple[Kind, int]])
     values = [_joined(shape, [next(pieces) for _ in range(num_pieces)]) for shape, num_pieces in shapes]
     if isinstance(request, ChatRequest):
-        rest = iter(values)
+        remaining = iter(values)
         request = msgspec.structs.replace(
-            request, messages=[_with_texts(message, lambda _: str(next(rest))) for message in request.messages]
+            request, messages=[_with_texts(message, lambda _: str(next(remaining))) for message in request.messages]
         )
         if isinstance(request, TokenizeRequest | ClassifyPrompts) and request.prompt is not None:
-            request = msgspec.structs.replace(request, prompt=_as_bare(request.prompt, [*rest]))
+            request = msgspec.structs.replace(request, prompt=_as_bare(request.prompt, [*remaining]))
         return request
     if isinstance(request, DetokenizeRequest):
         return msgspec.structs.replace(request, tokens=values[0])

@@ -163,11 +163,12 @@ def test_the_store_keeps_a_head(
     np.testing.assert_array_equal(head.weight, tensors[WEIGHT].float().numpy())
     assert (head.bias is not None) == has_bias
     states = np.random.default_rng(3).normal(size=(4, SHAPE["hidden_size"])).astype(np.float32)
+    rows = [*states]
     expected = torch.nn.functional.linear(
         torch.from_numpy(states), tensors[WEIGHT].float(), bias.float() if has_bias else None
     )
-    np.testing.assert_allclose(head.logits([*states]), expected.numpy(), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(head.logits([*states])[2:3], head.logits([states[2]]))
+    np.testing.assert_allclose(head.logits(rows), expected.numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(head.logits(rows)[2:3], head.logits(rows[2:3]))
     again = store.load_content(content.digest)
     assert again.digest == content.digest and again.head is not None
     (packed,) = (tmp_path / "store").rglob("*.packed")
