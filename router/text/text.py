@@ -154,7 +154,7 @@ class TextService:
             clone._num_ids = max(self._num_ids, own_text.tokens[-1].id + 1)
             clone._max_bytes_per_token = self._max_bytes_with(own_text.tokens)
         if own_text.end_token and clone.token_id(own_text.end_token) is None:
-            raise ValueError(f"{own.end_token!r} ends its answers, and is no token")
+            raise ValueError(f"{own_text.end_token!r} ends its answers, and is no token")
         clone.end_id = clone.token_id(own_text.end_token) if own_text.end_token else None
         if rendering is None:
             template, chats = _template_of(self._templated), rendered_chats(self._apply)

@@ -278,6 +278,8 @@ def test_a_token_may_stand_in_the_place_of_one_that_the_base_reserves() -> None:
     assert text._encode_all(["a<tool><reserved_2>"], add_special_tokens=False)[0][1:] == [second, second + 1]
     assert second not in text._encode_all(["<reserved_1>"], add_special_tokens=False)[0]
     assert (text.token_str(second), service.token_str(second)) == ("<tool>", "<reserved_1>")
+    with pytest.raises(ValueError, match="'<over>' ends its answers, and is no token"):
+        service.of_adapter(OwnText(end_token="<over>"), None)
     for wrong in (second + 7, 5):
         with pytest.raises(ValueError, match=f"'<tool>' cannot have the id {wrong}"):
             service.of_adapter(OwnText(tokens=(OwnToken(wrong, "<tool>"),)), None)
