@@ -90,12 +90,12 @@ from .openai.sampling_params import (
     token_rules,
     with_best_of,
 )
+from .pauses import Pauses
 from .responses.response_form import ResponseForm
 from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
 from .tenancy.account import Accounts, AnswerRequest
 from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
-from .training_api import Pauses
 from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter, templates_of
 
