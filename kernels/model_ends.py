@@ -1,10 +1,9 @@
 """What adapters change of a model's embedding and head, for the rows of a step, on any device.
 
 An adapter's end pages are one flat array, in which `adapters/packing/layout.py` places LoRA of both ends, and rows that
-stand in place of the base's for some tokens. A row's embedding is the adapter's for its token, else the base's, plus
-LoRA; logits are the base's plus LoRA, and the adapter's for its tokens. A row's result depends on nothing but the row
-and its own adapter. Tables may have a row for each token of the vocabulary, so kernels read them where they lie, or in
-pieces.
+stand in place of the base's for some tokens. A row's embedding and a token's logit are by the adapter's row for the
+token, else by the base's, plus LoRA. A row's result depends on nothing but the row and its own adapter. Tables may have
+a row for each token of the vocabulary, so kernels read them where they lie, or in pieces.
 """
 
 from __future__ import annotations
@@ -121,6 +120,12 @@ class StepEnds:
     def add_to_logits(self, logits: torch.Tensor, states: torch.Tensor, pool: torch.Tensor) -> None:
         """Changes logits `[num_rows, vocab]` float32 of the last layer's states `[num_rows, hidden]` in place."""
         geometry = self.of.geometry
+        for segment, ends in self._each():
+            if not ends.head.num_rows:
+                continue
+            tables, rows = self.of.tables(ends, pool), slice(segment.start, segment.end)
+            trained = tables.table(ends.head.rows, ends.head.num_rows, geometry.hidden_size)
+            self.of.kernels.set_columns(logits[rows], states[rows], trained, tables.token_ids(ends.head))
         if lora := [segment for segment, ends in self._each() if ends.head.lora.rank]:
             first, last = lora[0].start, lora[-1].end
             moved = [
@@ -132,12 +137,6 @@ class StepEnds:
             added = states.new_zeros(last - first, geometry.padded_vocab)
             self.of.lora.add(added, states[first:last], pool.view(len(pool), 1, -1), 0, batch, (0,))
             logits[first:last].add_(added[:, : geometry.vocab_size])
-        for segment, ends in self._each():
-            if not ends.head.num_rows:
-                continue
-            tables, rows = self.of.tables(ends, pool), slice(segment.start, segment.end)
-            trained = tables.table(ends.head.rows, ends.head.num_rows, geometry.hidden_size)
-            self.of.kernels.set_columns(logits[rows], states[rows], trained, tables.token_ids(ends.head))
 
     def _each(self) -> Iterator[tuple[LoraSegment, PagedEnds]]:
         for segment in self.segments:

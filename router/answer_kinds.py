@@ -9,11 +9,24 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from msgspec.structs import replace
 
+from ..adapters.adapter import AdapterVersion
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
-from . import embeddings
+from . import classification, embeddings
 from .anthropic import message_chat
 from .anthropic.message_form import MessageForm
+from .classification import (
+    ClassifyForm,
+    ClassifyPrompts,
+    HeadForm,
+    PairPrompts,
+    RerankForm,
+    RerankPrompts,
+    ScoreForm,
+    check_classifier,
+    classified_prompts,
+    paired_prompts,
+)
 from .embeddings import EmbeddingForm, EmbeddingPrompts, chosen_pooling
 from .generation.generation import Generation
 from .grammars.response_format import WantedGrammar
@@ -42,6 +55,8 @@ from .text.text import TextService
 
 R = TypeVar("R", bound=GenerationFields)
 C = TypeVar("C", bound=ChatRequest)
+H = TypeVar("H", bound=ClassifyPrompts | PairPrompts)
+P = TypeVar("P", bound=PairPrompts)
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's; a chat may fill the context, or the pool
 
 
@@ -79,6 +94,9 @@ class AnswerKind(Protocol[R]):
     def check(self, request: R) -> None:
         """Raises a 400 for fields that contradict each other."""
 
+    def check_version(self, version: AdapterVersion | None, request: R) -> None:
+        """Raises a 400 for a version that cannot answer the request. None: the base."""
+
     async def tokenize(self, request: R, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         """Raises a 400 for a prompt that the model does not take.
 
@@ -104,6 +122,16 @@ class FormParts(Generic[R]):
         return self.style is not None
 
 
+def refuse_classifier(version: AdapterVersion | None, request: GenerationFields) -> None:
+    """Raises a 400 for text of a version that has a score head: it was trained without the head of the vocabulary."""
+    if version is not None and version.num_labels:
+        raise invalid_value(
+            "model",
+            f"`{request.model}` is a sequence classifier (task_type SEQ_CLS), which generates no text: use /v1/classify"
+            f"{', /v1/score or /v1/rerank' if version.num_labels == 1 else ''}, or a version without a score head.",
+        )
+
+
 class OfChat(Generic[C]):
     """What all kinds of answers to chats have in common."""
 
@@ -121,6 +149,8 @@ class OfChat(Generic[C]):
         if request.top_logprobs and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
         tool_choice(request)
+
+    check_version = staticmethod(refuse_classifier)
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         prompt = await chat_prompt(request, text, gang)
@@ -212,6 +242,8 @@ class TextCompletion:
     def check(self, request: CompletionRequest) -> None:
         check_best_of(request)
 
+    check_version = staticmethod(refuse_classifier)
+
     async def tokenize(
         self, request: CompletionRequest, text: TextService, gang: GangInfo, template: str
     ) -> PromptTokens:
@@ -262,6 +294,9 @@ class Embeddings:
     def check(self, request: EmbeddingPrompts) -> None:
         """What contradicts itself was refused as the body was translated."""
 
+    def check_version(self, version: AdapterVersion | None, request: EmbeddingPrompts) -> None:
+        """All have states."""
+
     async def tokenize(
         self, request: EmbeddingPrompts, text: TextService, gang: GangInfo, template: str
     ) -> PromptTokens:
@@ -275,3 +310,59 @@ class Embeddings:
         return EmbeddingForm(
             parts.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
         )
+
+
+class OfHead(Generic[H]):
+    """What all kinds of answers have in common that are made by an adapter's score head, without generated tokens."""
+
+    default_tokens: int | None = None
+    is_resumable = False
+
+    def max_prompts(self, max_sequences: int) -> int:
+        """The most prompts of a request; `max_sequences` of them are computed at once."""
+        return max(max_sequences, embeddings.MAX_INPUTS)
+
+    def check(self, request: H) -> None:
+        """What contradicts itself was refused as the body was translated."""
+
+    def check_version(self, version: AdapterVersion | None, request: H) -> None:
+        check_classifier(version, request)
+
+
+class Classification(OfHead[ClassifyPrompts]):
+    schema = ClassifyPrompts
+    id_prefix = "classify-"
+    prompt_param = count_param = "input"
+    names: Mapping[str, str] = classification.NAMES
+
+    async def tokenize(
+        self, request: ClassifyPrompts, text: TextService, gang: GangInfo, template: str
+    ) -> PromptTokens:
+        return PromptTokens(await classified_prompts(request, text, gang), max_tokens=0, pooling="last")
+
+    def form(self, parts: FormParts[ClassifyPrompts]) -> HeadForm:
+        return ClassifyForm(parts.head, parts.request)
+
+
+class OfPairs(OfHead[P]):
+    prompt_param = count_param = "documents"
+    names: Mapping[str, str] = classification.PAIR_NAMES
+
+    async def tokenize(self, request: P, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
+        return PromptTokens(await paired_prompts(request, text, gang), max_tokens=0, pooling="last")
+
+
+class PairScores(OfPairs[PairPrompts]):
+    schema = PairPrompts
+    id_prefix = "score-"
+
+    def form(self, parts: FormParts[PairPrompts]) -> HeadForm:
+        return ScoreForm(parts.head, parts.request)
+
+
+class Reranking(OfPairs[RerankPrompts]):
+    schema = RerankPrompts
+    id_prefix = "rerank-"
+
+    def form(self, parts: FormParts[RerankPrompts]) -> HeadForm:
+        return RerankForm(parts.head, parts.request)

@@ -96,7 +96,7 @@ class BaseWeights:
                 yield raw.astype(np.float32).reshape(count, *shape[1:])
 
 
-def _are_equal(rows: Tensor, others: Tensor) -> Tensor:
+def _are_equal(rows: Tensor, base: Tensor) -> Tensor:
     """Which rows have the same bits, `[n]` bool."""
     bits = f"u{rows.dtype.itemsize}"
-    return np.asarray((rows.view(bits) == others.view(bits)).all(axis=1))
+    return np.asarray((rows.view(bits) == base.view(bits)).all(axis=1))

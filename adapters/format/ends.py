@@ -67,20 +67,20 @@ def match_end_tensors(
     `names`: those that `parse_end_name` knows. `targets`: of LoRA, as (layer, module). Raises AdapterInvalid for
     missing, extra and doubled tensors, for shapes that do not fit, and for what PEFT does not load.
     """
-    found: dict[tuple[str, str], str] = {}
+    by_kind: dict[tuple[str, str], str] = {}
     biases = list[str]()
     for name in names:
         key = parse_end_name(name)
         assert key is not None, "only names of the ends"
         if key == (HEAD, "bias"):
             biases.append(name)
-        elif found.setdefault(key, name) != name:
+        elif by_kind.setdefault(key, name) != name:
             raise AdapterInvalid(
-                f"{TENSORS_FILE} holds a tensor twice: as {quote(found[key], 160)} and as {quote(name, 160)}"
+                f"{TENSORS_FILE} holds a tensor twice: as {quote(by_kind[key], 160)} and as {quote(name, 160)}"
             )
     saved, token_ids = _saved_ends(config, prefix), _trained_tokens(config, prefix)
     if shape.ends is None:
-        if found or biases or saved or token_ids:
+        if by_kind or biases or saved or token_ids:
             raise AdapterInvalid("embedding and head of this base cannot be trained: train its linears alone")
         return EndTensors()
     ends = shape.ends
@@ -96,21 +96,21 @@ def match_end_tensors(
     tied_tokens = ends.is_tied and _tokens_are_tied(config, token_ids)
     _check_conflicts(saved, token_ids, loras, tied_tokens)
     tokens = {
-        end: (_needed(found, end, "tokens", "trainable_token_indices"), ids)
+        end: (_needed(by_kind, end, "tokens", "trainable_token_indices"), ids)
         for end, ids in token_ids.items()
         if not (end == HEAD and tied_tokens)
     }
     with_tokens = {*tokens, HEAD} if tied_tokens else {*tokens}
-    for (end, kind), name in found.items():
+    for (end, kind), name in by_kind.items():
         _check_kind(end, kind, name, saved, loras | with_tokens, with_tokens)
         rows = len(token_ids[end if end in tokens else EMBEDDING]) if kind == "tokens" else ends.vocab_size
         _check_shape(name, file.entries[name].shape, (rows, ends.hidden_size), kind, ends)
     for name in biases:
         _check_shape(name, file.entries[name].shape, (ends.vocab_size,), "bias", ends)
-    weights = {end: name for end in END_MODULES if (name := _base_weight(found, end, saved))}
+    weights = {end: name for end in END_MODULES if (name := _base_weight(by_kind, end, saved))}
     if weights and ends.is_tied:  # one weight, and of two in a file PEFT loads the head's last
         weights = dict.fromkeys(END_MODULES, weights.get(HEAD) or weights[EMBEDDING])
-    weights |= {end: found.get((end, "weight")) or _needed(found, end, "copy", "modules_to_save") for end in saved}
+    weights |= {end: by_kind.get((end, "weight")) or _needed(by_kind, end, "copy", "modules_to_save") for end in saved}
     if saved and ends.is_tied and config.ties_ends:
         weights[EMBEDDING] = weights[HEAD]
     if tied_tokens:
@@ -218,17 +218,17 @@ def _check_conflicts(
         )
 
 
-def _needed(found: Mapping[tuple[str, str], str], end: str, kind: str, field_name: str) -> str:
-    name = found.get((end, kind))
+def _needed(by_kind: Mapping[tuple[str, str], str], end: str, kind: str, field_name: str) -> str:
+    name = by_kind.get((end, kind))
     if name is None:
         called = "token_adapter.trainable_tokens_delta" if kind == "tokens" else "weight"
         raise AdapterInvalid(f"{TENSORS_FILE} lacks {end}.{called}, and {field_name} in {CONFIG_FILE} names it")
     return name
 
 
-def _base_weight(found: Mapping[tuple[str, str], str], end: str, saved: set[str]) -> str:
+def _base_weight(by_kind: Mapping[tuple[str, str], str], end: str, saved: set[str]) -> str:
     """The file's name of the base's weight; empty: it has none."""
-    return found.get((end, "base")) or ("" if end in saved else found.get((end, "weight"), ""))
+    return by_kind.get((end, "base")) or ("" if end in saved else by_kind.get((end, "weight"), ""))
 
 
 def _check_kind(end: str, kind: str, name: str, saved: set[str], wrapped: set[str], with_tokens: set[str]) -> None:
@@ -273,8 +273,8 @@ def vocabulary_problem(num_rows: int, ends: BaseEnds) -> str:
 
 
 def _check_bias(bias: Tensor, name: str, base: BaseWeights | None) -> None:
-    own = None if base is None else base.bias(_HEAD_BIAS, len(bias))
-    if own is None or not np.array_equal(own.astype(bias.dtype), bias):
+    base_bias = None if base is None else base.bias(_HEAD_BIAS, len(bias))
+    if base_bias is None or not np.array_equal(base_bias.astype(bias.dtype), bias):
         raise AdapterInvalid(
             f"{TENSORS_FILE} holds {quote(name, 160)}, which is not the bias of the base's head: a trained bias of "
             "lm_head is not supported, its weight is"
@@ -294,16 +294,16 @@ def _changed(
     if of_all:
         sources.append(file.finite(of_all))
         is_left = np.ones(len(sources[-1]), np.bool_)
-        for own in ids:
-            is_left[own] = False
+        for ids_of_tokens in ids:
+            is_left[ids_of_tokens] = False
         ids.append(np.flatnonzero(is_left))
         places.append(ids[-1])
     changed = [
-        np.ones(len(own), np.bool_) if base is None else base.changed_rows(weight, own, source, own_places)
-        for source, own, own_places in zip(sources, ids, places, strict=True)
+        np.ones(len(row_ids), np.bool_) if base is None else base.changed_rows(weight, row_ids, source, rows)
+        for source, row_ids, rows in zip(sources, ids, places, strict=True)
     ]
     token_ids_of_all, masks = np.concatenate(ids), np.concatenate(changed)
-    source_ids = np.repeat(np.arange(len(sources)), [len(own) for own in ids])
+    source_ids = np.repeat(np.arange(len(sources)), [len(row_ids) for row_ids in ids])
     order = np.argsort(token_ids_of_all[masks])
     kept_ids, kept_sources, kept_places = (
         each[masks][order] for each in (token_ids_of_all, source_ids, np.concatenate(places))

@@ -146,8 +146,8 @@ def embedded(content: AdapterContent, token: int, x: torch.Tensor, is_whole: boo
 
 
 def with_head(content: AdapterContent, state: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    if (lora := content.matrices.get((OUTER, HEAD))) is not None:
-        logits = logits + torch.tensor(lora.b) @ (torch.tensor(lora.a) @ state) * lora.scaling
     if (trained := content.token_rows.get(HEAD)) is not None:
         logits[torch.tensor(trained.token_ids)] = torch.tensor(trained.rows) @ state
+    if (lora := content.matrices.get((OUTER, HEAD))) is not None:
+        logits = logits + torch.tensor(lora.b) @ (torch.tensor(lora.a) @ state) * lora.scaling
     return logits

@@ -46,6 +46,7 @@ def _configs(is_tied: bool) -> dict[str, LoraConfig]:
         "embedding": LoraConfig(**common, target_modules=[EMBEDDING], use_rslora=True),
         "head": LoraConfig(**common, target_modules=["v_proj", HEAD]),
         "tokens": LoraConfig(**common, target_modules=_LINEARS, trainable_token_indices=_SOME_TOKENS),
+        "tokens_and_head": LoraConfig(**common, target_modules=["v_proj", HEAD], trainable_token_indices=_SOME_TOKENS),
         "saved_embedding": LoraConfig(**common, target_modules=_LINEARS[:1], modules_to_save=[EMBEDDING]),
         "saved": LoraConfig(**common, target_modules=_LINEARS[:4], modules_to_save=[EMBEDDING, HEAD]),
         "lora_and_saved": LoraConfig(**common, target_modules=[EMBEDDING], modules_to_save=[HEAD]),
