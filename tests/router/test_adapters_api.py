@@ -84,6 +84,7 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
         "response_template": "",
         "chat_template": "",
         "invocation_token_ids": [],
+        "num_labels": 0,
         "warnings": [],
         "object": "adapter",
     }
