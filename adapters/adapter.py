@@ -54,7 +54,7 @@ PATHS: Final = {
     **{"shared_expert_gate": "mlp.shared_expert_gate", ROUTER: "mlp.gate"},
     **{module: f"mlp.{module}" for module in LATENT_EXPERT_MODULES},
 }
-_ORDER: Final = {module: place for place, module in enumerate(PATHS)}
+_ORDER: Final = {module: place for place, module in enumerate((*PATHS, *END_MODULES))}
 MAX_RANK = 1024  # kernels have no bound; pages are counted, and graphs of GPUs record lower ones
 # Ends the entry of `module_ranks` that says that a module's outputs are scaled and shifted, by so many vectors.
 OUTPUTS: Final = ".outputs"
@@ -65,14 +65,19 @@ _SOME_EXPERTS = re.compile(r"experts\.[0-9,-]+\.(\w+)")
 
 
 def family_of_module(module: str) -> str:
-    """The entry of MODULES or EXPERT_MODULES that a module belongs to, or an entry of `module_ranks`."""
-    return _SOME_EXPERTS.sub(r"experts.\1", module.removesuffix(OUTPUTS))
+    """The entry of MODULES, EXPERT_MODULES or END_MODULES that a module belongs to, or an entry of `module_ranks`."""
+    return _SOME_EXPERTS.sub(r"experts.\1", module.removesuffix(OUTPUTS).removesuffix(ROWS))
 
 
 def packing_order(module: str) -> tuple[int, int]:
     """A sort key for modules, in the order in which they are packed: the place of the entry, then the expert."""
     match = _EXPERT.fullmatch(module)
     return _ORDER[family_of_module(module)], int(match[1]) if match else 0
+
+
+def lora_ranks(module_ranks: Mapping[str, int]) -> list[int]:
+    """The entries of `module_ranks` that are ranks of LoRA."""
+    return [rank for entry, rank in module_ranks.items() if not entry.endswith((OUTPUTS, ROWS))]
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,10 @@ class BaseShape:
         return divisor & -divisor
 
     def padding(self, entry: str) -> int:
-        """Columns of zeros behind the outputs of an entry of `modules`, so that few do not narrow the tiles of all."""
+        """Columns of zeros behind the outputs of an entry of `modules` or of HEAD, so that tiles stay wide."""
+        if entry == HEAD:
+            assert self.ends is not None, "only where adapters can change the head"
+            return -self.ends.vocab_size % self._unit
         return -self.modules[entry][1] % self._unit if entry in NARROW_MODULES else 0
 
     @cached_property
@@ -245,8 +253,12 @@ class BaseShape:
     def sides(self, layer: int, name: str) -> tuple[int, int] | None:
         """Inputs and outputs of a module, or of an entry of `fused`, in a layer; None: it has none.
 
-        `layer` OUTER: of one of OUTER_MODULES as a whole.
+        `layer` OUTER: of one of OUTER_MODULES as a whole, or of one of END_MODULES.
         """
+        if name in END_MODULES:
+            ends = self.ends if layer == OUTER else None
+            sides = None if ends is None else (ends.vocab_size, ends.hidden_size)
+            return sides if sides is None or name == EMBEDDING else sides[::-1]
         if layer == OUTER:
             num_in, num_out = self.modules[name]
             return num_in, num_out * self.num_layers
@@ -256,6 +268,8 @@ class BaseShape:
 
     def path(self, module: str) -> str:
         """The name of a module within a layer of this base."""
+        if module in END_MODULES:
+            return module
         match = _EXPERT.fullmatch(module)
         if match is not None and self.experts is not None:
             block = f"{self.experts.block}." if self.experts.block else ""
@@ -300,7 +314,8 @@ class AdapterVersion:
     """One immutable upload. `module_ranks` holds, for each target, its largest rank over the layers.
 
     Of experts it may have entries for some of them. Where the adapter scales and shifts outputs of a module there is an
-    entry `module.outputs`, with the number of its vectors.
+    entry `module.outputs`, with the number of its vectors. Where it has rows of tokens for the embedding or the head
+    there is an entry `embed_tokens.rows` or `lm_head.rows`, with their number.
     """
 
     tenant: str
@@ -315,7 +330,7 @@ class AdapterVersion:
     response_template: str = ""  # name of the form in which it writes calls and thoughts; empty: in the base's
     # Of an activated LoRA: the base computes what stands before their last occurrence in a prompt. Empty: it is plain.
     invocation_token_ids: tuple[int, ...] = ()
-    chat_template: str = ""  # digest of its own, which the store has beside its tensors; empty: the base's
+    own_text: str = ""  # digest of its `OwnText`, which the store has beside its tensors; empty: all is the base's
     num_labels: int = 0  # of its score head, which the store has beside its tensors; 0: it has none
     # Of the record of the name that this was read from. They are no part of what the version is.
     revision: int = field(default=0, compare=False)  # of two records of a name the one with the higher is newer
@@ -328,8 +343,7 @@ class AdapterVersion:
 
     @property
     def rank(self) -> int:
-        ranks = (rank for entry, rank in self.module_ranks.items() if not entry.endswith(OUTPUTS))
-        return max(ranks, default=0)
+        return max(lora_ranks(self.module_ranks), default=0)
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -403,25 +417,28 @@ def expert_entries(module: str, ranks: Mapping[int, int], num_experts: int) -> d
         groups.setdefault(ranks[expert], []).append(expert)
     if len(groups) == 1 and len(ranks) == num_experts:
         return {module: next(iter(groups))}
-    return {module.replace(".", f".{_ranges(experts)}."): rank for rank, experts in groups.items()}
+    return {module.replace(".", f".{written_ranges(experts)}."): rank for rank, experts in groups.items()}
 
 
 @lru_cache(1024)
 def named_experts(entry: str) -> tuple[int, ...] | None:
     """The experts that an entry of `module_ranks` names; None: it is of all, or of no experts."""
     match = _SOME.fullmatch(entry)
-    if match is None:
-        return None
-    edges = ([int(edge) for edge in part.split("-")] for part in match[1].split(","))
-    return tuple(expert for edge in edges for expert in range(edge[0], edge[-1] + 1))
+    return None if match is None else read_ranges(match[1])
 
 
-def _ranges(experts: Iterable[int]) -> str:
+def written_ranges(numbers: Iterable[int]) -> str:
     """Ascending numbers as "0-3,7"."""
     runs: list[list[int]] = []
-    for expert in experts:
-        if runs and runs[-1][1] == expert - 1:
-            runs[-1][1] = expert
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            runs.append([expert, expert])
+            runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def read_ranges(text: str) -> tuple[int, ...]:
+    """The numbers that `written_ranges` wrote as `text`."""
+    edges = ([int(edge) for edge in part.split("-")] for part in text.split(","))
+    return tuple(number for edge in edges for number in range(edge[0], edge[-1] + 1))

@@ -126,7 +126,9 @@ class Workbench:
         bound_cpu(check.cpu_s)
         # What of the base has to be read is as large as the base, whatever the upload.
         base = BaseWeights(check.base, lambda num_bytes: extend_cpu(CPU_S_PER_BASE_GIB * num_bytes / (1 << 30)))
-        content = validate(config, Path(check.tensors), check.layouts[0].shape, partial(_check_ranks, check), base)
+        checked = partial(_check_ranks, check)
+        shape, store = check.layouts[0].shape, Path(check.store)
+        content = validate(config, Path(check.tensors), shape, checked, base, scratch=store)
         facts = structs.replace(
             _facts_of(content),
             base=named_base(config),

@@ -36,6 +36,25 @@ ABSENT = ModuleSlice(0, 0, 0, 0)
 
 
 @dataclass(frozen=True)
+class PagedEnd:
+    """Where what an adapter has of the embedding or of the head lies in its end pages, in elements."""
+
+    lora: ModuleSlice = ABSENT
+    num_rows: int = 0  # of tokens
+    token_ids: int = 0  # their digits
+    rows: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class PagedEnds:
+    """What an adapter has of the embedding and of the head, in pages of its own; see `model_ends.py`."""
+
+    pages: tuple[int, ...]
+    embedding: PagedEnd
+    head: PagedEnd
+
+
+@dataclass(frozen=True)
 class PagedAdapter:
     """An adapter in the pool: its pages in order, and where each module lies."""
 
@@ -43,6 +62,7 @@ class PagedAdapter:
     modules: tuple[ModuleSlice, ...]  # by module index
     experts: tuple[PagedAdapter, ...] = ()  # its part for each expert, with modules of its own; empty: it has none
     outputs: tuple[int | None, ...] = ()  # by module index, where the vectors of its outputs start; empty: it has none
+    ends: PagedEnds | None = None  # None: it changes neither the embedding nor the head
 
 
 @dataclass(frozen=True)

@@ -297,10 +297,12 @@ class Step(Protocol):
         expert_lora: ExpertLoraBatch | None = None,
         states: StateBatch | None = None,
         outputs: OutputBatch | None = None,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The output of all rows, `[num_rows, width]`, which the next run overwrites.
 
         `states`: of layers that have states; None: no layer has. `outputs`: None: no adapter scales or shifts outputs.
+        `embedded`: the tokens' rows `[num_rows, width]` in place of those of each `Embed`'s table; None: those.
         """
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Annotated, Any, Final, TypeVar
 
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, structs
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
@@ -94,7 +94,7 @@ from .openai.sampling_params import (
 from .responses.response_form import ResponseForm
 from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
 from .tenancy.account import Accounts, AnswerRequest
-from .text.adapter_templates import AdapterTemplates
+from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
 from .training_api import Pauses
 from .versions.shadow_sender import ShadowSender
@@ -222,7 +222,7 @@ class CompletionsApi:
         dispatcher: Dispatcher,
         view: RegistryView,
         text: TextService,
-        templates: AdapterTemplates,
+        texts: AdapterTexts,
         heads: ScoreHeads,
         metrics: Metrics,
         accounts: Accounts,
@@ -238,7 +238,7 @@ class CompletionsApi:
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
-        self._text, self._templates, self._heads = text, templates, heads
+        self._texts, self._heads = texts, heads
         self._metrics = metrics
         self._accounts = accounts
         self._shadows, self._responses, self._pauses = shadows, responses, pauses
@@ -370,7 +370,7 @@ class CompletionsApi:
             version = choose_version(await self._base.adapter(identity, request.model), request, identity).version
             record.model = request.model
             self._check(request, _TOKEN_COUNT)
-            gang, text = await self._base.gang(), await self._templates.text(identity.name, version)
+            gang, text = await self._base.gang(), await self._texts.text(identity.name, version)
             prompts = await _TOKEN_COUNT.tokenize(request, text, gang, "")
             self._leave_out(record, request, prompts, _TOKEN_COUNT)
         return message_chat.TokenCount(len(prompts.token_lists[0]))
@@ -400,7 +400,11 @@ class CompletionsApi:
                 raise generates_no_text(choice.version, request.model)
             gang = await self._base.gang()
             for rendering in [choice.version] if position is None else choice.renderings():
-                prompts, generation = await self._rendered(request, kind, identity, rendering, gang, record.request_id)
+                text = await self._texts.text(identity.name, rendering)
+                of_version = (request, gang) if text.end_id is None else with_end(request, gang, text.end_id)
+                prompts, generation = await self._rendered(
+                    *of_version, kind, identity, rendering, text, record.request_id
+                )
                 limit = gang.max_model_len
                 if answer := await answer_id(kind.id_prefix, generation, position, choice, rendering, limit):
                     response_id, choice = answer
@@ -432,7 +436,7 @@ class CompletionsApi:
             )
             await room.reserve(num_repeated + max_answer_bytes(generation, gang.max_model_len, num_numbers))
         share = LoopShare()
-        running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at, self._turns)
+        running = Generation(generation, self._dispatcher, text, self._metrics, started_at, self._turns)
         await share.pause()
         account = await self._accounts.open(
             AnswerRequest(
@@ -453,7 +457,7 @@ class CompletionsApi:
         )
         if self._shadows is not None:
             self._shadows.send(choice, generation, head.id, identity)
-        form = kind.form(FormParts(head, request, prompts, self._text, style, running))
+        form = kind.form(FormParts(head, request, prompts, text, style, running))
         complete: Callable[[Usage], Awaitable[None]] | None = None
         if responses is not None:
             complete = partial(_keep, responses, identity, request, head, form)
@@ -474,17 +478,14 @@ class CompletionsApi:
     async def _rendered(
         self,
         request: R,
+        gang: GangInfo,
         kind: AnswerKind[R],
         identity: Identity,
         version: AdapterVersion | None,
-        gang: GangInfo,
+        text: TextService,
         request_id: str,
     ) -> tuple[PromptTokens, GenerationRequest]:
-        """The prompts, and what to generate after them, by this version's templates, with the base as model."""
-        text = self._text.of(identity.name)
-        is_chat = isinstance(request, ChatRequest) and getattr(request, "prompt", None) is None
-        if is_chat and version is not None and version.chat_template:
-            text = await self._templates.text(identity.name, version)
+        """The prompts, and what to generate after them, in this version's `text`, with the base as model."""
         prompts = await kind.tokenize(request, text, gang, "" if version is None else version.response_template)
         response_grammar = prompts.grammar
         has_form, thinking = response_grammar is not None, prompts.thinking
@@ -573,6 +574,15 @@ async def _keep(
     """Stores an answer of `/v1/responses`."""
     assert isinstance(request, ResponseChat) and isinstance(form, ResponseForm)
     await responses.add(identity, head.id, request.items, form.final(usage))
+
+
+def with_end(request: R, gang: GangInfo, end_id: int) -> tuple[R, GangInfo]:
+    """The same where this token ends answers, as do the model's own."""
+    if request.ignore_eos or end_id in gang.eos_token_ids:
+        return request, gang
+    stops = [*(request.stop_token_ids or ()), end_id]
+    extended = structs.replace(gang, eos_token_ids=(*gang.eos_token_ids, end_id))
+    return structs.replace(request, stop_token_ids=stops), extended
 
 
 def _generation(

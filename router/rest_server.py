@@ -38,7 +38,7 @@ from .openapi_document import OpenApi
 from .operations_api import OperationsApi, Readiness
 from .tenancy.account import Accountant, Accounts
 from .tenancy.quotas import Quotas
-from .text.adapter_templates import AdapterTemplates
+from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
 from .training_api import PauseApi, Pauses, TrainingApi
 from .uploads.adapters_api import AdaptersApi
@@ -95,18 +95,18 @@ def create_app(
     shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
     counts = None if canaries is None else canaries.counts
     bodies = BodyReader(config.now.max_held_body_bytes, metrics)
-    templates = AdapterTemplates(text, uploads.chat_template)
-    adapters = AdaptersApi(config, uploads, metrics, text, base_names, templates, quotas)
+    texts = AdapterTexts(text, uploads.own_text)
+    adapters = AdaptersApi(config, uploads, metrics, text, base_names, texts, quotas)
     responses = None if batches is None else batches.responses
     authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
     pauses = None if administration is None else Pauses(view, dispatcher, authenticator)
     apis: list[object] = [
         CompletionsApi(
-            *(config, base, dispatcher, view, text, templates, ScoreHeads(uploads.score_head)),
+            *(config, base, dispatcher, view, text, texts, ScoreHeads(uploads.score_head)),
             *(metrics, accounts, bodies, shadows, responses, pauses),
         ),
         ModelsApi(base, view),
-        TokenizeApi(config, base, bodies, text, templates),
+        TokenizeApi(config, base, bodies, text, texts),
         adapters,
         LoraAdaptersApi(config, adapters),
         VersionsApi(uploads, counts),

@@ -1,4 +1,7 @@
-"""The base's own weights and biases, which decide what some adapters compute: norms of DoRA, trained biases."""
+"""The base's own weights and biases, which decide what some adapters compute: norms of DoRA, trained biases.
+
+Of an embedding that was saved in whole they tell the rows that were trained.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _BLOCK_BYTES = 4 << 20  # of a weight in float32, that is read and multiplied at
 
 
 class BaseWeights:
-    """Reads weights and biases of the base's linears, by their names in a model of text alone."""
+    """Reads weights and biases of the base, by their names in a model of text alone."""
 
     def __init__(
         self, tensors: Mapping[str, BaseTensor], on_read: Callable[[int], None] = lambda num_bytes: None
@@ -41,6 +44,34 @@ class BaseWeights:
             start = stop
         return norms
 
+    def changed_rows(self, name: str, row_ids: Tensor, tensor: Tensor, places: Tensor) -> Tensor:
+        """Which of the base's rows `row_ids` `[n]`, ascending, differ from the rows `places` `[n]` of `tensor`: bool.
+
+        Rows are equal if they are so in one of both dtypes: training may have held the base in another one than its
+        file does. All differ where the base has no weight of this name, a quantized one, or one of another shape.
+        """
+        stored, width = self._tensors.get(name), tensor.shape[1]
+        changed = np.ones(len(row_ids), np.bool_)
+        if stored is None or stored.dtype not in DTYPES or stored.shape[1:] != (width,):
+            return changed
+        if row_ids[-1] >= stored.shape[0]:
+            return changed
+        dtype, step, start = DTYPES[stored.dtype], max(_BLOCK_BYTES // (4 * width), 1), 0
+        self._on_read(len(row_ids) * width * dtype.itemsize)
+        while start < len(row_ids):  # runs of rows that follow one another, in bounded pieces
+            first, is_last = int(row_ids[start]), np.append(np.diff(row_ids[start : start + step]) != 1, True)
+            rows = tensor[places[start : start + int(is_last.argmax()) + 1]]
+            offset = stored.start + first * width * dtype.itemsize
+            base = np.fromfile(stored.path, dtype, rows.size, offset=offset)
+            if len(base) < rows.size:
+                raise OSError(f"{stored.path} is cut short")
+            base = base.reshape(rows.shape)
+            with np.errstate(over="ignore"):
+                equal = _are_equal(rows.astype(dtype, copy=False), base) | _are_equal(base.astype(rows.dtype), rows)
+            changed[start : start + len(rows)] = ~equal
+            start += len(rows)
+        return changed
+
     def _blocks(self, name: str, shape: tuple[int, ...]) -> Iterator[Tensor]:
         tensor = self._tensors.get(name)
         if tensor is None or tensor.dtype not in DTYPES:
@@ -63,3 +94,9 @@ class BaseWeights:
                 yield np.left_shift(raw, 16, dtype=np.uint32).view(np.float32).reshape(count, *shape[1:])
             else:
                 yield raw.astype(np.float32).reshape(count, *shape[1:])
+
+
+def _are_equal(rows: Tensor, base: Tensor) -> Tensor:
+    """Which rows have the same bits, `[n]` bool."""
+    bits = f"u{rows.dtype.itemsize}"
+    return np.asarray((rows.view(bits) == base.view(bits)).all(axis=1))

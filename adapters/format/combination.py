@@ -77,6 +77,11 @@ def combine(
         raise AdapterInvalid("activated LoRAs can be combined only with those of the same invocation tokens")
     if any(content.outputs for content in contents):
         raise AdapterInvalid("DoRA, IA3 and trained biases do more than add to a linear, and cannot be combined")
+    if any(content.token_rows for content in contents):
+        raise AdapterInvalid(
+            "trained rows of embed_tokens or lm_head (modules_to_save, trainable_token_indices, a saved embedding) "
+            "stand in place of the base's, and cannot be combined: LoRA of these can"
+        )
     if any(content.head is not None for content in contents):
         raise AdapterInvalid("score heads cannot be combined: combine adapters without task_type SEQ_CLS")
     start = hashlib.sha256(msgspec.json.encode(combination.parts)).digest()

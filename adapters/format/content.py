@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import sha256
+from types import MappingProxyType
 
 from ..adapter import (
     EXPERT_MODULES,
     NUM_OUTPUT_VECTORS,
     OUTPUTS,
+    ROWS,
     expert_entries,
     family_of_module,
     packing_order,
@@ -63,7 +65,7 @@ class OutputVectors:
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows that stand in place of the base's, in its embedding or its head."""
+    """Rows that stand in place of the base's, in its embedding or its head. LoRA adds to them as to the base's."""
 
     token_ids: Tensor  # [n] int64, ascending
     rows: Tensor  # [n, hidden]
@@ -78,7 +80,7 @@ class AdapterContent:
     """Everything that decides what an adapter computes. Keys of `matrices` and `outputs` are (layer, module).
 
     At the layer OUTER, LoRA of EMBEDDING has A `[rank, vocab]` and B `[hidden, rank]`, LoRA of HEAD A `[rank, hidden]`
-    and B `[vocab, rank]`. `token_rows`: by EMBEDDING and HEAD.
+    and B `[vocab, rank]`. `token_rows`: by EMBEDDING and HEAD, which share one where they are one in the base.
 
     `num_experts`: of each layer of the base. 0: it has none, or the adapter was stored when all experts were packed at
     one rank, and stays packed so. `outputs_source`: SHA-256, hex, of the tensors that `outputs` were made of, which
@@ -102,16 +104,17 @@ class AdapterContent:
     def module_ranks(self) -> dict[str, int]:
         """Each target's largest rank over the layers, in packing order; experts as in `adapter.py`."""
         ranks = {key: lora.rank for key, lora in self.matrices.items()}
-        return ranks_over_layers(ranks, self.num_experts, (module for _, module in self.outputs))
+        num_rows = {module: len(rows.token_ids) for module, rows in self.token_rows.items()}
+        return ranks_over_layers(ranks, self.num_experts, (module for _, module in self.outputs), num_rows)
 
     @cached_property
     def num_bytes(self) -> int:
-        """Bytes of the tensors as uploaded: a matrix that several modules share counts once."""
+        """Bytes of the tensors as uploaded: what several modules share counts once."""
         tensors = [tensor for lora in self.matrices.values() for tensor in lora.tensors.values()]
         tensors += [tensor for vectors in self.outputs.values() for tensor in (vectors.gain, vectors.shift)]
-        of_rows = sum(rows.num_bytes for rows in self.token_rows.values())
+        of_rows = {id(rows): rows.num_bytes for rows in self.token_rows.values()}
         of_head = 0 if self.head is None else self.head.num_bytes
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + of_rows + of_head
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + sum(of_rows.values()) + of_head
 
     @cached_property
     def digest(self) -> str:
@@ -137,15 +140,23 @@ class AdapterContent:
                     hasher.update(shared[id(tensor)].encode())
                 else:
                     hasher.update(tensor_bytes(tensor))
+        for module, each in sorted(self.token_rows.items()):
+            facts = [module, "rows", DTYPE_NAMES[each.rows.dtype], list(each.rows.shape)]
+            hasher.update(json.dumps(facts).encode() + b"\n")
+            hasher.update(tensor_bytes(each.token_ids.astype("<i8")))
+            hasher.update(tensor_bytes(each.rows))
         return hasher.hexdigest()
 
 
 def ranks_over_layers(
-    ranks: Mapping[tuple[int, str], int], num_experts: int, outputs: Iterable[str] = ()
+    ranks: Mapping[tuple[int, str], int],
+    num_experts: int,
+    outputs: Iterable[str] = (),
+    num_rows: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, int]:
     """The `module_ranks` of an adapter with these ranks by (layer, module). `num_experts`: as in `AdapterContent`.
 
-    `outputs`: modules whose outputs it scales and shifts.
+    `outputs`: modules whose outputs it scales and shifts. `num_rows`: of its rows of tokens, by EMBEDDING and HEAD.
     """
     members: dict[str, int] = {}
     for (_, module), rank in ranks.items():
@@ -161,5 +172,5 @@ def ranks_over_layers(
             ranks_by_entry[entry] = members[entry]
     for family, of_experts in by_expert.items():
         ranks_by_entry |= expert_entries(family, of_experts, num_experts)
-    modules = sorted(set(outputs), key=packing_order)
-    return ranks_by_entry | {f"{module}{OUTPUTS}": NUM_OUTPUT_VECTORS for module in modules}
+    ranks_by_entry |= {f"{module}{OUTPUTS}": NUM_OUTPUT_VECTORS for module in sorted(set(outputs), key=packing_order)}
+    return ranks_by_entry | {f"{module}{ROWS}": num_rows[module] for module in sorted(num_rows, key=packing_order)}

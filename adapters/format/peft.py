@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..adapter import EXPERT_MODULES, MAX_RANK, OUTER, OUTER_MODULES, PATHS
+from ..adapter import EMBEDDING, EXPERT_MODULES, HEAD, MAX_RANK, OUTER, OUTER_MODULES, PATHS
 from ..errors import AdapterInvalid, quote
 from .score_head import SEQ_CLS, without_head
 from .strict_json import parse_object
@@ -36,6 +36,9 @@ COMPUTED = frozenset(
         "exclude_modules",
         "layers_to_transform",
         "layers_pattern",
+        "modules_to_save",
+        "trainable_token_indices",
+        "ensure_weight_tying",
     }
 )
 # Fields that change nothing that is computed, and why.
@@ -43,7 +46,6 @@ HARMLESS: Mapping[str, str] = {
     "auto_mapping": "which Python class the base had",
     "base_model_name_or_path": "where the base was: names.py compares it; shapes decide what fits",
     "corda_config": "read where init_lora_weights is corda, which is refused; a converted adapter keeps it",
-    "ensure_weight_tying": "for embeddings and the output layer, which are refused as targets",
     "eva_config": "how A was drawn before training; ranks that it chose are in rank_pattern",
     "inference_mode": "whether training is to continue",
     "loftq_config": "read where init_lora_weights is loftq, which is refused",
@@ -89,10 +91,13 @@ REFUSED: Mapping[str, Refused] = {
     "kasa_config": Refused("KaSA, which changes the base's weights"),
     "layer_replication": Refused("layer replication", unset=_EMPTY_IS_UNSET),
     "megatron_config": Refused("Megatron layers", unset=_EMPTY_IS_UNSET),
-    "modules_to_save": Refused("fully trained modules beside LoRA", unset=_EMPTY_IS_UNSET),
     "monteclora_config": Refused("Monte Carlo LoRA"),
-    "trainable_token_indices": Refused("trained token embeddings", unset=_EMPTY_IS_UNSET),
     "use_qalora": Refused("QA-LoRA"),
+}
+# Fields that are computed beside LoRA alone.
+OF_LORA_ALONE: Mapping[str, Refused] = {
+    "modules_to_save": Refused("fully trained modules", "train them beside LoRA", _EMPTY_IS_UNSET),
+    "trainable_token_indices": Refused("trained rows of tokens", "train them beside LoRA", _EMPTY_IS_UNSET),
 }
 
 
@@ -130,12 +135,12 @@ def refuse_fields(config: Mapping[str, Any]) -> UnknownFields:
             "convert this kind to LoRA (peft.convert_to_lora), upload the result"
         )
     for key, value in config.items():
-        refused = None if key in KINDS[kind] else REFUSED.get(key)
+        refused = None if key in KINDS[kind] else REFUSED.get(key) or OF_LORA_ALONE.get(key)
         if refused is not None and not _is_one_of(value, refused.unset):
             raise AdapterInvalid(f"{key} = {quote(value)} is not supported ({refused.feature}): {refused.remedy}")
     if kind == LORA:
         _refuse_initialisation(config.get("init_lora_weights", True))
-    fields_of_peft = {*REFUSED, *KINDS[kind], *HARMLESS, "peft_type"}
+    fields_of_peft = {*REFUSED, *OF_LORA_ALONE, *KINDS[kind], *HARMLESS, "peft_type"}
     # What is empty, or zero, turns nothing on.
     unknown = {key: value for key, value in config.items() if key not in fields_of_peft and value}
     texts = [key for key, value in unknown.items() if isinstance(value, str)]
@@ -186,6 +191,19 @@ _VISION_NAME = re.compile(
     r"(?:vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
 )
 _TENSOR_NAME = re.compile(BEGINNING + LAYER + r"(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)" + ENDING)
+_END_TENSOR_NAME = re.compile(
+    rf"{BEGINNING}embed_tokens\.lora_embedding_(?P<letter>[AB])(?:\.[^.]+)?"
+    rf"|base_model\.model\.(?:language_model\.)?lm_head\.lora_(?P<head_letter>[AB])(?:\.[^.]+)?\.weight"
+)
+# What a file has of the embedding and the head beside LoRA, by the groups of the name: the weight or the bias that PEFT
+# finds there, the adapter's own copy of the weight, the base's within what wraps it, and rows of trained tokens.
+_END_NAME = re.compile(
+    rf"(?:{BEGINNING}(?P<embedding>embed_tokens)|base_model\.model\.(?:language_model\.)?lm_head)\.(?:"
+    r"(?P<weight>weight)|(?P<copy>modules_to_save\.(?:[^.]+\.)?weight)|"
+    r"(?P<base>(?:(?:base_layer|token_adapter|original_module)\.)+weight)|"
+    r"(?P<bias>(?:(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?)\.)*bias)|"
+    r"(?P<tokens>(?:base_layer\.)?token_adapter\.trainable_tokens_delta(?:\.[^.]+)?))"
+)
 _OUTER_TENSOR_NAME = re.compile(rf"{BEGINNING}(?P<module>{'|'.join(OUTER_MODULES)}){ENDING}")
 _EXPERT_TENSOR_NAME = re.compile(
     rf"{BEGINNING}{LAYER}(?:mlp|block_sparse_moe|mixer)\.experts\.(?P<expert>0|[1-9][0-9]{{0,5}})"
@@ -194,7 +212,7 @@ _EXPERT_TENSOR_NAME = re.compile(
 # Parts of a module's name that torch leaves where it wraps a module (compiled, in several processes, sharded,
 # recomputed).
 _WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_MODULE = re.compile(rf"{BEGINNING}(?:layers|{'|'.join(OUTER_MODULES)})\.")
+_MODULE = re.compile(rf"{BEGINNING}(?:layers|{'|'.join((*OUTER_MODULES, EMBEDDING))})\.")
 _OF_TRAINING = re.compile(r"\.lora_velora_embed(?:\.[^.]+)?$")  # tensors that the forward pass does not read
 _EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names -> those of EXPERT_MODULES
 # Vectors of a linear's outputs, by the groups of the name.
@@ -210,14 +228,14 @@ _FACTOR_NAME = re.compile(
 )
 _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes such tensors
     ("lora_magnitude_vector", "DoRA of a module that is none of them (use_dora)"),
-    ("lora_embedding_", "embedding LoRA (lora_embedding_A, lora_embedding_B)"),
-    ("modules_to_save", "modules_to_save"),
-    ("trainable_tokens", "trainable_token_indices"),
-    ("token_adapter", "trainable_token_indices"),
+    ("lora_embedding_", "LoRA of an embedding that is not embed_tokens"),
+    ("modules_to_save", "modules_to_save of what is neither embed_tokens nor lm_head"),
+    ("trainable_tokens", "trainable_token_indices of what is neither embed_tokens nor lm_head"),
+    ("token_adapter", "trainable_token_indices of what is neither embed_tokens nor lm_head"),
     ("lora_A.bias", "lora_bias"),
     ("lora_B.bias", "lora_bias"),
-    ("embed_tokens", "trained embeddings (save with save_embedding_layers=False)"),
-    ("lm_head", "a trained lm_head"),
+    ("embed_tokens", "training of embed_tokens in this way"),
+    ("lm_head", "training of lm_head in this way"),
     ("model.score.", "a head other than that of a sequence classifier (task_type SEQ_CLS)"),
     (".bias", "a trained bias of what is no linear (bias)"),
 )
@@ -245,6 +263,9 @@ class LoraConfig:
     names_head: bool = False  # its modules_to_save do
     num_blocks: int = 1  # of matrices that are block-diagonal (BD-LoRA)
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA; empty: it is a plain one
+    modules_to_save: tuple[str, ...] = ()
+    trained_tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by the name of a module
+    ties_ends: bool = False  # what is trained of a tied embedding is trained of the head
     unknown: UnknownFields = field(default_factory=UnknownFields)
 
     def scaling(self, rank: int, alpha: float) -> float:
@@ -285,6 +306,9 @@ def parse_config(data: bytes) -> LoraConfig:
         names_head=names_head,
         num_blocks=_num_blocks(config.get("use_bdlora")),
         invocation_token_ids=_invocation(config.get("alora_invocation_tokens")),
+        modules_to_save=_modules_to_save(config),
+        trained_tokens=_trained_tokens(config.get("trainable_token_indices")),
+        ties_ends=_flag(config, "ensure_weight_tying"),
         unknown=unknown,
     )
 
@@ -317,6 +341,10 @@ def named_base(data: bytes) -> str:
 
 def tensor_name(layer: int, module: str, letter: str) -> str:
     """PEFT's name of a matrix; `letter` is A or B. For a matrix of an expert, the name that most families use."""
+    if module == EMBEDDING:
+        return f"base_model.model.model.{module}.lora_embedding_{letter}"
+    if module == HEAD:
+        return f"base_model.model.{module}.lora_{letter}.weight"
     path = MODULE_PATHS.get(module, f"mlp.{module}")
     if layer == OUTER:
         return f"base_model.model.model.{path}.lora_{letter}.weight"
@@ -324,14 +352,17 @@ def tensor_name(layer: int, module: str, letter: str) -> str:
 
 
 def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) -> tuple[int, str, str] | None:
-    """(layer, module, letter), or None for a name that is not of a LoRA matrix of a decoder layer, or of OUTER_MODULES.
+    """(layer, module, letter), or None for a name that is not of a LoRA matrix.
 
-    `modules`: by their path within a layer.
+    `modules`: of decoder layers, by their path, and OUTER_MODULES; END_MODULES are always known.
     """
     match = _EXPERT_TENSOR_NAME.fullmatch(name)
     if match is not None:
         projection = _EXPERT_NAMES.get(match["name"], match["name"])
         return int(match["layer"]), f"experts.{int(match['expert'])}.{projection}", match["letter"]
+    match = _END_TENSOR_NAME.fullmatch(name)
+    if match is not None:
+        return OUTER, HEAD if match["letter"] is None else EMBEDDING, match["letter"] or match["head_letter"]
     match = _OUTER_TENSOR_NAME.fullmatch(name)
     if match is not None and match["module"] in modules:
         return OUTER, match["module"], match["letter"]
@@ -339,6 +370,18 @@ def parse_tensor_name(name: str, modules: Mapping[str, str] = _MODULES_BY_PATH) 
     if match is None or match["path"] not in modules:
         return None
     return int(match["layer"]), modules[match["path"]], match["letter"]
+
+
+def parse_end_name(name: str) -> tuple[str, str] | None:
+    """(EMBEDDING or HEAD, kind) of a tensor of these beside LoRA; None: the name is of none.
+
+    Kinds are `weight`, `copy`, `base`, `bias` and `tokens`: see `_END_NAME`.
+    """
+    match = _END_NAME.fullmatch(name)
+    if match is None:
+        return None
+    assert match.lastgroup is not None, "one of the kinds is there"
+    return EMBEDDING if match["embedding"] else HEAD, match.lastgroup
 
 
 def parse_vector_name(name: str, modules: Mapping[str, str]) -> tuple[int, str, str] | None:
@@ -442,6 +485,25 @@ def _parameters(config: Mapping[str, Any]) -> tuple[str, ...]:
     if len(names) > MAX_PARAMETERS:
         raise AdapterInvalid(f"target_parameters has {len(names)} names: at most {MAX_PARAMETERS} are accepted")
     return names
+
+
+def _modules_to_save(config: Mapping[str, Any]) -> tuple[str, ...]:
+    names = _names(config, "modules_to_save") if config.get("modules_to_save") else ()
+    if isinstance(names, str):
+        raise AdapterInvalid(f"modules_to_save = {quote(names)}: a list of names is needed, as in PEFT")
+    return names
+
+
+def _trained_tokens(value: Any) -> dict[str, tuple[int, ...]]:
+    if _is_one_of(value, _EMPTY_IS_UNSET):
+        return {}
+    by_name = value if isinstance(value, dict) else {EMBEDDING: value}
+    if not all(isinstance(ids, list) and ids and all(type(each) is int for each in ids) for ids in by_name.values()):
+        raise AdapterInvalid(
+            f"trainable_token_indices = {quote(value)}: a list of token ids is needed, or an object from names of "
+            "modules to such lists"
+        )
+    return {name: tuple(ids) for name, ids in by_name.items()}
 
 
 def _invocation(value: Any) -> tuple[int, ...]:

@@ -14,10 +14,10 @@ import resource
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from ..adapter import OUTER, OUTER_MODULES, BaseShape
+from ..adapter import EMBEDDING, END_MODULES, HEAD, OUTER, OUTER_MODULES, BaseShape
 from ..errors import AdapterInvalid, listed, quote
 from .peft import MODULE_PATHS, TEXT_PREFIX, LoraConfig
 
@@ -245,16 +245,19 @@ def resolve_targets(
     if config.target_parameters and not config.target_modules:
         return {}
     keys = module_keys(shape, prefix)
-    outer_modules = _outer_modules(prefix)
+    ends = {key: (OUTER, end) for end, key in end_names(prefix).items() if not is_saved(config, key)}
     _check_against_base(config, shape)
     is_all = isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR
-    targeted = _targeted(config, [*keys] if is_all else [*keys, *outer_modules], time)
-    for other in outer_modules:
-        if other in targeted:
-            raise AdapterInvalid(
-                f"target_modules includes {other.removeprefix(prefix)}: LoRA of embeddings and of the output layer "
-                f"is not supported, {', '.join(shape.target_names)} are"
-            )
+    targeted = _targeted(config, [*keys] if is_all else [*keys, *ends], time)
+    if shape.ends is None and (refused := [end for key, (_, end) in ends.items() if key in targeted]):
+        raise AdapterInvalid(
+            f"target_modules includes {refused[0]}: LoRA of embeddings and of the output layer is not supported for "
+            f"this base, {', '.join(shape.target_names)} are"
+        )
+    keys |= ends
+    is_tied = ties_lora(config, shape, prefix, time)
+    if is_tied:
+        targeted = [*dict.fromkeys((*targeted, *ends))]
     layers = unmatched_layers(config, shape)
     if layers and not targeted and not config.target_parameters:
         raise AdapterInvalid(
@@ -273,7 +276,44 @@ def resolve_targets(
     for key in targeted:
         rank = config.r if (pattern_rank := ranks.get(key)) is None else int(pattern_rank)
         targets[keys[key]] = Target(rank, config.scaling(rank, alphas.get(key, config.lora_alpha)))
+    if is_tied:  # the head has the embedding's matrices, scaled by its own rank and alpha
+        targets[OUTER, HEAD] = replace(targets[OUTER, HEAD], rank=targets[OUTER, EMBEDDING].rank)
     return targets
+
+
+def ties_lora(config: LoraConfig, shape: BaseShape, prefix: str, time: PatternTime) -> bool:
+    """Whether embedding and head have one LoRA, as with PEFT's `ensure_weight_tying`.
+
+    Raises AdapterInvalid where PEFT fails, because the embedding is excluded.
+    """
+    names = end_names(prefix)
+    if not (config.ties_ends and shape.ends is not None and shape.ends.is_tied):
+        return False
+    if any(name.rpartition(".")[2] in END_MODULES for name in config.modules_to_save):
+        return False
+    if isinstance(config.target_modules, str):
+        if first_matches([config.target_modules], END_MODULES, "target_modules", time, full=True) == [None, None]:
+            return False
+    elif not any(name.rpartition(".")[2] in END_MODULES for name in config.target_modules):
+        return False
+    embedding = names[EMBEDDING]
+    if not _targeted(replace(config, target_modules=(embedding,)), [embedding], time):
+        raise AdapterInvalid(
+            f"exclude_modules names {EMBEDDING}, of which ensure_weight_tying makes the LoRA of the head: PEFT cannot "
+            "load this. Set one of them"
+        )
+    return True
+
+
+def end_names(prefix: str) -> dict[str, str]:
+    """The names of EMBEDDING and HEAD that patterns match, by these. `prefix`: as for `resolve_targets`."""
+    outer = "language_model." if prefix == "language_model.model." else ""
+    return {EMBEDDING: f"{prefix}{EMBEDDING}", HEAD: f"{outer}{HEAD}"}
+
+
+def is_saved(config: LoraConfig, key: str) -> bool:
+    """Whether the config has the module of this name in `modules_to_save`: then LoRA does not target it."""
+    return any(name in config.modules_to_save for name in suffixes(key))
 
 
 def unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> list[str]:
@@ -281,17 +321,13 @@ def unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> list[str]:
     if isinstance(config.target_modules, str):
         return []
     names = frozenset(config.target_modules)
-    return sorted(names - _OF_SOME_BASE - names_found([*module_keys(shape, prefix), *_outer_modules(prefix)], names))
+    keys = [*module_keys(shape, prefix), *end_names(prefix).values()]
+    return sorted(names - _OF_SOME_BASE - names_found(keys, names))
 
 
 def unmatched_layers(config: LoraConfig, shape: BaseShape) -> list[int]:
     """Those in `layers_to_transform` that the base does not have. As in PEFT nothing is trained there."""
     return [layer for layer in dict.fromkeys(config.layers_to_transform) if not 0 <= layer < shape.num_layers]
-
-
-def _outer_modules(prefix: str) -> tuple[str, str]:
-    """What PEFT could target, and motet cannot."""
-    return f"{prefix}embed_tokens", "lm_head"
 
 
 def _list_that_was_meant(names: str | Sequence[str]) -> str:

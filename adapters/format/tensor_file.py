@@ -72,7 +72,8 @@ class TensorFile:
         """
         with path.open("rb") as file:
             num_bytes = path.stat().st_size
-            header_bytes = _header_length(file.read(8), num_bytes, label, max_header_bytes)
+            header_bytes = _header_length(file.read(9), num_bytes, label, max_header_bytes)
+            file.seek(8)
             header = parse_object(file.read(header_bytes), f"the header of {label}")
             self._start = 8 + header_bytes
             entries = _entries(header, num_bytes - self._start, label)
@@ -99,6 +100,13 @@ class TensorFile:
             return tensor
         with np.errstate(over="ignore"):  # what is too large becomes infinity, which callers look for
             return tensor.astype(np.float32)
+
+    def finite(self, name: str) -> Tensor:
+        """The same. Raises AdapterInvalid for a tensor with NaN or infinity."""
+        tensor = self.tensor(name)
+        if not is_finite(tensor):
+            raise AdapterInvalid(f"{name} holds NaN or infinity: only finite numbers are accepted")
+        return tensor
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
@@ -136,12 +144,13 @@ def _part_is_finite(part: Tensor) -> bool:
 
 
 def _header_length(prefix: bytes, num_bytes: int, label: str, max_bytes: int) -> int:
+    """`prefix`: the length, and the first byte of the header, which is an object: a length may look like a format."""
     if len(prefix) < 8:
         raise AdapterInvalid(f"{label} is truncated: {num_bytes} bytes are not a safetensors file")
     for beginning, name in _OTHER_FORMATS.items():
-        if prefix.startswith(beginning):
+        if prefix.startswith(beginning) and prefix[8:] != b"{":
             raise AdapterInvalid(f"{label} is not a safetensors file but {name}")
-    length = int.from_bytes(prefix, "little")
+    length = int.from_bytes(prefix[:8], "little")
     if length > max_bytes:
         raise AdapterInvalid(
             f"{label} is not a safetensors file of an adapter of this base: its header would take {length} bytes, "

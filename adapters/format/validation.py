@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from ..adapter import (
+    EMBEDDING,
+    END_MODULES,
     EXPERT_MODULES,
+    HEAD,
     MODULES,
     OUTER,
     OUTER_MODULES,
@@ -22,6 +25,7 @@ from ..adapter import (
 from ..errors import AdapterInvalid, listed, quote
 from .base_weights import BaseWeights
 from .content import AdapterContent, LoraMatrices, ranks_over_layers
+from .ends import changed_rows, gathered, match_end_tensors, vocabulary_problem
 from .output_vectors import check_vectors, outputs_of, scaled_modules, source_digest
 from .peft import (
     BEGINNING,
@@ -40,6 +44,7 @@ from .peft import (
     is_of_vision,
     module_prefix,
     parse_config,
+    parse_end_name,
     parse_factor_name,
     parse_tensor_name,
     parse_vector_name,
@@ -51,14 +56,17 @@ from .targets import (
     PatternTime,
     Target,
     by_pattern,
+    end_names,
+    is_saved,
     module_keys,
     named_in,
     names_found,
     resolve_targets,
+    ties_lora,
     unmatched,
     unmatched_layers,
 )
-from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile, is_finite
+from .tensor_file import MAX_HEADER_BYTES, Tensor, TensorFile
 
 # LoRA of a layer's experts as PEFT saves it with transformers 5, where all experts of a layer are one parameter.
 #
@@ -119,6 +127,13 @@ def resolve_parameters(
         raise AdapterInvalid(
             f"target_parameters = {listed([*config.target_parameters])} matches nothing: {_accepted(shape)}"
         )
+    for end, name in end_names(prefix).items():
+        if f"{name}.weight" in targeted and (end == EMBEDDING or is_saved(config, name)):
+            raise AdapterInvalid(
+                f"target_parameters names {end}.weight"
+                + (", and modules_to_save too" if is_saved(config, name) else "")
+                + f": name {end} in target_modules"
+            )
     ranks = by_pattern(config.rank_pattern, targeted, "rank_pattern", time)
     alphas = by_pattern(config.alpha_pattern, targeted, "alpha_pattern", time)
     targets = {}
@@ -131,6 +146,8 @@ def resolve_parameters(
 def _parameter_keys(shape: BaseShape, prefix: str) -> dict[str, tuple[int, str]]:
     """(layer, parameter) of all that `target_parameters` may name, by the name that it matches."""
     keys = {f"{key}.weight": module for key, module in module_keys(shape, prefix).items()}
+    if shape.ends is not None:
+        keys |= {f"{key}.weight": (OUTER, end) for end, key in end_names(prefix).items()}
     if shape.experts is not None:
         keys |= {
             f"{prefix}layers.{layer}.{shape.experts.parameters}.{name}": (layer, name)
@@ -257,14 +274,17 @@ def validate(
     shape: BaseShape,
     check_ranks: Callable[[Mapping[str, int]], None] = lambda module_ranks: None,
     base: BaseWeights | None = None,
+    scratch: Path | None = None,
 ) -> AdapterContent:
     """Checks and returns the adapter in the two files. Its tensors stay memory-mapped from the file `tensors`.
 
-    `check_ranks` gets its `module_ranks` before a tensor is read, and may raise. Raises AdapterInvalid, which says what
-    is wrong and what is accepted, unless the file has exactly the tensors that the config targets, and these fit the
-    base and are finite. Of a base that takes pictures too, LoRA of what reads them is left out: after training on text
-    alone its B is 0; where it is not, the content's `left_out` says so. `base`: whose weights decide what DoRA and
-    trained biases compute; without it these are refused.
+    `check_ranks` gets its `module_ranks` before a tensor is read, and may raise; those of rows of tokens it gets in a
+    second call, once it is known which are not the base's. Raises AdapterInvalid, which says what is wrong and what is
+    accepted, unless the file has exactly the tensors that the config targets, and these fit the base and are finite. Of
+    a base that takes pictures too, LoRA of what reads them is left out: after training on text alone its B is 0; where
+    it is not, the content's `left_out` says so. `base`: whose weights decide what DoRA and trained biases compute, and
+    which rows of an embedding are the adapter's own; without it the former are refused, and all rows are. `scratch`: a
+    folder for files without a name, that of `tensors` by default.
     """
     parsed = parse_config(config)
     time = PatternTime()
@@ -281,6 +301,9 @@ def validate(
     check_head(of_head, file.entries, shape, is_named=parsed.names_head)
     elsewhere = of_vision.union(of_head)
     of_text = [name for name in file.entries if name not in elsewhere and not is_of_training(name)]
+    end_tensors = match_end_tensors(filter(parse_end_name, of_text), parsed, targets, file, shape, prefix)
+    of_text = [name for name in of_text if parse_end_name(name) is None]
+    _check_end_targets(parsed, targets)
     fused_names = match_fused_names(
         [name for name in of_text if parse_fused_name(name) is not None], parameters, shape, prefix
     )
@@ -307,16 +330,27 @@ def validate(
     scaled = {module for _, module in scaled_modules(vector_shapes, shape)}
     ranks_of_parts = _ranks({} if parsed.kind == IA3 else targets, parameters, shape)
     check_ranks(ranks_over_layers(ranks_of_parts, num_experts, scaled))
+    rows = changed_rows(end_tensors, file, shape, base)
+    if rows:
+        _check_plain(parsed, END_MODULES)
+        num_rows = {end: len(each.token_ids) for end, each in rows.items()}
+        check_ranks(ranks_over_layers(ranks_of_parts, num_experts, scaled, num_rows))
     left_out = _vision_problem(file, of_vision)
-    arrays = {key: _whole(_finite(file, name), _expected(key, targets, shape)) for key, name in names.items()}
-    found_fused = {key: _finite(file, name) for key, name in fused_names.items()}
-    vector_arrays = {key: _finite(file, name) for key, name in vectors.items()}
+    arrays = {key: _whole(file.finite(name), _expected(key, targets, shape)) for key, name in names.items()}
+    found_fused = {key: file.finite(name) for key, name in fused_names.items()}
+    vector_arrays = {key: file.finite(name) for key, name in vectors.items()}
     loras = {key: LoraMatrices(arrays[*key, "A"], arrays[*key, "B"], each.scaling) for key, each in plain.items()}
+    if ties_lora(parsed, shape, prefix, time):  # PEFT loads the head's into the embedding's place
+        head, scaling = loras[OUTER, HEAD], loras[OUTER, EMBEDDING].scaling
+        loras[OUTER, EMBEDDING] = LoraMatrices(head.b.T, head.a.T, scaling)
     outputs = outputs_of(vector_arrays, loras, shape, base)
     wholes: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {**loras}
     wholes |= _products(factors, targets, parsed.kind, file, shape)
     matrices: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {}
     for (layer, module), whole in wholes.items():
+        if module in END_MODULES:
+            matrices[layer, module] = whole
+            continue
         if layer == OUTER:
             matrices |= _by_layer(module, whole, shape)
             continue
@@ -341,8 +375,25 @@ def validate(
         parsed.invocation_token_ids,
         outputs,
         source_digest(vector_arrays),
+        gathered(rows, scratch or tensors.parent),
         head=read_head(file, of_head),
     )
+
+
+def _check_end_targets(config: LoraConfig, targets: Iterable[tuple[int, str]]) -> None:
+    ends = [module for _, module in targets if module in END_MODULES]
+    if ends:
+        _check_plain(config, ends)
+    if ends and config.kind != LORA:
+        raise AdapterInvalid(f"peft_type {config.kind} of {ends[0]} is not supported: LORA is")
+
+
+def _check_plain(config: LoraConfig, ends: Sequence[str]) -> None:
+    if config.invocation_token_ids:
+        raise AdapterInvalid(
+            f"alora_invocation_tokens is set, and {' or '.join(ends)} is trained, too, which is not supported: an "
+            "activated LoRA leaves what stands before its invocation to the base"
+        )
 
 
 def _by_layer(
@@ -419,7 +470,7 @@ def _products(
     file: TensorFile,
     shape: BaseShape,
 ) -> dict[tuple[int, str], ProductMatrices]:
-    arrays = {name: _finite(file, name) for name in {name for names in factors.values() for name in names.values()}}
+    arrays = {name: file.finite(name) for name in {name for names in factors.values() for name in names.values()}}
     return {
         key: ProductMatrices(
             kind,
@@ -508,7 +559,7 @@ def _match_names(
 ) -> dict[_Key, str]:
     """The file's name for each matrix. Raises AdapterInvalid for missing, extra and duplicate ones."""
     names: dict[_Key, str] = {}
-    modules = frozenset(shape.names)
+    modules = {*shape.names, *(END_MODULES if shape.ends is not None else ())}
     for name in tensor_names:
         key = parse_tensor_name(name, shape.modules_by_path)
         entry = "" if key is None else family_of_module(key[1])
@@ -555,12 +606,17 @@ def _match_vectors(tensor_names: Iterable[str], shape: BaseShape) -> dict[_Key, 
 
 def _begins(name: str, prefix: str) -> bool:
     """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
-    parts = ("layers.", *(f"{module}." for module in OUTER_MODULES))
-    return name.startswith(tuple(f"base_model.model.{before}{part}" for before in (prefix, "") for part in parts))
+    parts = ("layers.", *(f"{module}." for module in (*OUTER_MODULES, EMBEDDING)))
+    begins = [f"base_model.model.{before}{part}" for before in (prefix, "") for part in parts]
+    return name.startswith((*begins, f"base_model.model.{end_names(prefix)[HEAD]}."))
 
 
 def _name_in(shape: BaseShape, prefix: str, layer: int, module: str, letter: str) -> str:
     """PEFT's name of a matrix, for messages."""
+    if module in END_MODULES:
+        between = "embedding_" if module == EMBEDDING else ""
+        end = f"base_model.model.{end_names(prefix)[module]}.lora_{between}{letter}"
+        return end if module == EMBEDDING else f"{end}.weight"
     place = "" if layer == OUTER else f"layers.{layer}."
     return f"base_model.model.{prefix}{place}{shape.path(module)}.lora_{letter}.weight"
 
@@ -607,14 +663,17 @@ def _check_shape(
     num_blocks: int,
 ) -> None:
     """`num_blocks`: of a matrix that is block-diagonal, of which only the blocks are stored."""
-    layer, module, _ = key
+    layer, module, letter = key
     rank, expected = targets[layer, module].rank, _expected(key, targets, shape)
     num_in, num_out = _sides_of(shape, layer, module)
     are_blocks = got == (expected[0], expected[1] // num_blocks) and not any(side % num_blocks for side in expected)
     if got != expected and not are_blocks:
+        problem = ""
+        if shape.ends is not None and len(got) == 2 and (module, letter) in ((EMBEDDING, "A"), (HEAD, "B")):
+            problem = vocabulary_problem(got[module == EMBEDDING], shape.ends)
         raise AdapterInvalid(
             f"{name} has shape {list(got)}, expected {list(expected)}: adapter_config.json gives rank {rank}, and the "
-            f"base's {module} has {num_in} inputs and {num_out} outputs"
+            f"base's {module} has {num_in} inputs and {num_out} outputs{problem}"
         )
 
 
@@ -622,10 +681,3 @@ def _sides_of(shape: BaseShape, layer: int, module: str) -> tuple[int, int]:
     sides = shape.sides(layer, module)
     assert sides is not None, "only targets of this base"
     return sides
-
-
-def _finite(file: TensorFile, name: str) -> Tensor:
-    tensor = file.tensor(name)
-    if not is_finite(tensor):
-        raise AdapterInvalid(f"{name} holds NaN or infinity: only finite numbers are accepted")
-    return tensor

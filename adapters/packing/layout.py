@@ -8,8 +8,14 @@ rows to its largest rank. Each expert has its own offsets and rank, and an exper
 pool for KV and adapters is S-LoRA's idea (arXiv 2311.03285, §5.1); because pages are plain bytes, it works with
 grouped-query attention, too.
 
-In a gang each worker packs its own part (`sharding.py`). All parts have the same length, so that an adapter has the
-same page ids on all workers.
+What an adapter has of the embedding and of the head lies in end pages behind these, each of which is one flat run of
+`num_layers * slab` elements: of the head A `[rank, hidden]` and B transposed `[rank, vocab]`, of the embedding B
+transposed `[rank, hidden]` and A transposed `[vocab, rank]`, so that a token's part of it is one run, and of both their
+rows of tokens: the tokens' ids, as three digits below 256 each `[3, n]`, which bfloat16 holds exactly, and the rows
+`[n, hidden]`. Each part begins where a tile does.
+
+In a gang each worker packs its own part (`sharding.py`), and end pages whole. All parts have the same length, so that
+an adapter has the same page ids on all workers.
 """
 
 from __future__ import annotations
@@ -22,7 +28,19 @@ from math import gcd
 from typing import Literal, NamedTuple
 from zlib import crc32
 
-from ..adapter import NUM_OUTPUT_VECTORS, OUTPUTS, ROUTER, WHOLE_MODULES, BaseShape, family_of_module, named_experts
+from ..adapter import (
+    EMBEDDING,
+    END_MODULES,
+    HEAD,
+    NUM_OUTPUT_VECTORS,
+    OUTPUTS,
+    ROUTER,
+    ROWS,
+    WHOLE_MODULES,
+    BaseShape,
+    family_of_module,
+    named_experts,
+)
 
 # How the modules of a base are cut into parts for the workers of a gang, and every adapter with them.
 #
@@ -66,6 +84,20 @@ class ModuleOffsets(NamedTuple):
     a: int  # A [rank, in]
     b: int  # B transposed [rank, out]
     outputs: int | None = None  # gains, then shifts of the outputs [2, out]; None: there are none
+
+
+NUM_ID_DIGITS, ID_BASE = 3, 256  # of the ids of tokens that have rows
+
+
+class EndOffsets(NamedTuple):
+    """Offsets of what an adapter has of the embedding or of the head in its end pages, in elements."""
+
+    rank: int
+    a: int  # A [rank, hidden] of the head, A transposed [vocab, rank] of the embedding
+    b: int  # B transposed [rank, hidden], or [rank, vocab and padding] of the head
+    num_rows: int
+    token_ids: int  # [NUM_ID_DIGITS, num_rows], the lowest digits first
+    rows: int  # [num_rows, hidden]
 
 
 @dataclass(frozen=True)
@@ -113,7 +145,11 @@ class AdapterLayout:
 
     @property
     def page_bytes(self) -> int:
-        return self.shape.num_layers * self.slab * ELEMENT_BYTES[self.dtype]
+        return self.page_elements * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def page_elements(self) -> int:
+        return self.shape.num_layers * self.slab
 
     def part(self, module: str) -> ModulePart:
         """This worker's part of a module."""
@@ -207,9 +243,54 @@ class AdapterLayout:
                 ends[place] = starts[entry] + size
         return starts, max(ends)
 
+    def end_offsets(self, module_ranks: Mapping[str, int]) -> dict[str, EndOffsets]:
+        """By EMBEDDING and HEAD; empty: the adapter changes neither."""
+        return self._end_places(module_ranks)[0]
+
+    def _end_places(self, module_ranks: Mapping[str, int]) -> tuple[dict[str, EndOffsets], int]:
+        """The same, and where the last of them ends."""
+        ranks = {module: module_ranks.get(module, 0) for module in END_MODULES}
+        num_rows = {module: module_ranks.get(f"{module}{ROWS}", 0) for module in END_MODULES}
+        if not any((*ranks.values(), *num_rows.values())):
+            return {}, 0
+        ends = self.shape.ends
+        assert ends is not None, "an adapter that changes an end is of a base that lets it"
+        vocab, hidden = ends.vocab_size, ends.hidden_size
+        head, embedding = ranks[HEAD], ranks[EMBEDDING]
+        # Of LoRA those parts come first whose places kernels count in 32 bits.
+        sizes = {
+            (HEAD, "a"): head * hidden,
+            (HEAD, "b"): head * (vocab + self.shape.padding(HEAD)),
+            (EMBEDDING, "b"): embedding * hidden,
+            (EMBEDDING, "a"): embedding * vocab,
+        }
+        for module, number in num_rows.items():
+            sizes |= {(module, "token_ids"): NUM_ID_DIGITS * number, (module, "rows"): number * hidden}
+        unit, end, starts = gcd(self.page_elements, hidden), 0, dict[tuple[str, str], int]()
+        for part, size in sizes.items():
+            starts[part] = end
+            end += -(-size // unit) * unit
+        offsets = {
+            module: EndOffsets(
+                ranks[module],
+                starts[module, "a"],
+                starts[module, "b"],
+                num_rows[module],
+                starts[module, "token_ids"],
+                starts[module, "rows"],
+            )
+            for module in END_MODULES
+            if ranks[module] or num_rows[module]
+        }
+        return offsets, end
+
+    def num_layer_pages(self, module_ranks: Mapping[str, int]) -> int:
+        """Pages of the virtual arrays of the layers, which come before the end pages."""
+        return -(-self.num_elements(module_ranks) // self.slab)
+
     def num_pages(self, module_ranks: Mapping[str, int]) -> int:
         """Pages that an adapter takes, the same on every worker of a gang."""
-        return -(-self.num_elements(module_ranks) // self.slab)
+        return self.num_layer_pages(module_ranks) + -(-self._end_places(module_ranks)[1] // self.page_elements)
 
 
 def packed_bytes(layouts: Sequence[AdapterLayout], module_ranks: Mapping[str, int]) -> int:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from ..adapter import NUM_OUTPUT_VECTORS, BaseShape, family_of_module
+from ..adapter import END_MODULES, HEAD, NUM_OUTPUT_VECTORS, OUTER, BaseShape, family_of_module
 from ..errors import AdapterInvalid
 from ..format.content import AdapterContent, LoraMatrices, OutputVectors
 from ..format.products import ProductMatrices
 from ..format.tensor_file import BFLOAT16, Tensor, is_finite
-from .layout import AdapterLayout, ModuleOffsets, ModulePart
+from .layout import ID_BASE, NUM_ID_DIGITS, AdapterLayout, ModuleOffsets, ModulePart
 
 PAGE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": BFLOAT16}
 CHUNK_BYTES = 4 << 20  # of pages that are packed at once
@@ -51,7 +52,7 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
     fit the layout's base, or its numbers do not fit the dtype.
     """
     _check_fit(content, layout.shape)
-    slab, num_pages = layout.slab, layout.num_pages(content.module_ranks)
+    slab, num_pages = layout.slab, layout.num_layer_pages(content.module_ranks)
     step = max(chunk_bytes // layout.page_bytes, 1)
     placed = list(_placed(content, layout))
     for first in range(0, num_pages, step):
@@ -71,6 +72,16 @@ def packed_chunks(content: AdapterContent, layout: AdapterLayout, chunk_bytes: i
                 raise AdapterInvalid(f"layer {layer} overflows {layout.dtype} once scaled: its numbers are too large")
             chunk[:, layer] = array.reshape(last - first, slab)
         yield chunk
+    num_pages, page = layout.num_pages(content.module_ranks) - num_pages, layout.page_elements
+    tables = list(_end_tables(content, layout))
+    for first in range(0, num_pages, step):
+        last = min(first + step, num_pages)
+        array = np.zeros((last - first) * page, PAGE_DTYPES[layout.dtype])
+        for table in tables:
+            _fill_rows(array, table.at - first * page, table.width, table.num_rows, table.rows)
+        if not is_finite(array):
+            raise AdapterInvalid(f"embedding or head overflow {layout.dtype} once scaled: their numbers are too large")
+        yield array.reshape(last - first, layout.shape.num_layers, slab)
 
 
 def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]:
@@ -93,19 +104,64 @@ def _placed(content: AdapterContent, layout: AdapterLayout) -> Iterator[_Placed]
 def _fill(array: Tensor, start: int, lora: LoraMatrices | ProductMatrices, placed: _Placed) -> None:
     """Packs the rows of A and B that lie in `array`, the elements from `start` on of a layer's virtual array."""
     part, at = placed.part, placed.at
-    rank, (a_width, b_width) = lora.rank, part.widths
+    a_width, b_width = part.widths
+    outputs = slice(*part.outputs[0]) if placed.outputs is None else placed.outputs
+
+    def rows_of_b(rows: slice) -> Tensor:
+        return _rows_of_b(lora, outputs, rows, placed.scales, part.padding)
+
+    _fill_rows(array, at.a - start, a_width, lora.rank, lambda rows: lora.rows_of_a(rows, slice(*part.inputs)))
+    _fill_rows(array, at.b - start, b_width, lora.rank, rows_of_b)
+
+
+def _rows_of_b(
+    lora: LoraMatrices | ProductMatrices, outputs: slice | Tensor, rows: slice, scales: Tensor | None, padding: int
+) -> Tensor:
+    """Rows of B transposed `[n, out and padding]` in float32, scaled."""
+    b = lora.columns_of_b(outputs, rows).astype(np.float32)
     with np.errstate(over="ignore"):  # overflows are checked afterwards
-        rows = _rows_within(at.a - start, a_width, rank, len(array))
-        a = lora.rows_of_a(rows, slice(*part.inputs)).astype(array.dtype)
-        _copy_within(array, at.a - start + rows.start * a_width, a)
-        rows = _rows_within(at.b - start, b_width, rank, len(array))
-        outputs = slice(*part.outputs[0]) if placed.outputs is None else placed.outputs
-        b = lora.columns_of_b(outputs, rows).astype(np.float32)
         b *= np.float32(lora.scaling)
-        if placed.scales is not None:
-            b *= placed.scales[:, None]
-        b = np.pad(b, ((0, part.padding), (0, 0))) if part.padding else b
-        _copy_within(array, at.b - start + rows.start * b_width, b.astype(array.dtype).T)  # [rank, out]
+        if scales is not None:
+            b *= scales[:, None]
+    return (np.pad(b, ((0, padding), (0, 0))) if padding else b).T
+
+
+@dataclass(frozen=True)
+class _EndTable:
+    """A table of rows in the end pages."""
+
+    at: int  # of its first element
+    width: int
+    num_rows: int
+    rows: Callable[[slice], Tensor]
+
+
+def _end_tables(content: AdapterContent, layout: AdapterLayout) -> Iterator[_EndTable]:
+    for module, at in layout.end_offsets(content.module_ranks).items():
+        num_in, num_out = layout.shape.sides(OUTER, module) or (0, 0)
+        if (lora := content.matrices.get((OUTER, module))) is not None:
+            yield _EndTable(at.a, *_rows_of_a(lora, module, num_in))
+            padding = layout.shape.padding(HEAD) if module == HEAD else 0
+            rows_of_b = partial(_rows_of_b, lora, slice(0, num_out), scales=None, padding=padding)
+            yield _EndTable(at.b, num_out + padding, lora.rank, rows_of_b)
+        if (trained := content.token_rows.get(module)) is not None:
+            yield _EndTable(at.token_ids, at.num_rows, NUM_ID_DIGITS, partial(_digits, trained.token_ids))
+            yield _EndTable(at.rows, trained.rows.shape[1], at.num_rows, trained.rows.__getitem__)
+
+
+def _rows_of_a(
+    lora: LoraMatrices | ProductMatrices, module: str, num_in: int
+) -> tuple[int, int, Callable[[slice], Tensor]]:
+    """Of a table: the width, the number of rows, and these."""
+    if module == HEAD:
+        return num_in, lora.rank, lambda rows: lora.rows_of_a(rows, slice(0, num_in))
+    return lora.rank, num_in, lambda tokens: lora.rows_of_a(slice(0, lora.rank), tokens).T
+
+
+def _digits(token_ids: Tensor, rows: slice) -> Tensor:
+    """`[n, num_ids]`."""
+    digits: Tensor = np.stack([token_ids // ID_BASE**place % ID_BASE for place in range(rows.start, rows.stop)])
+    return digits
 
 
 def _fill_outputs(array: Tensor, start: int, vectors: OutputVectors, placed: _Placed) -> None:
@@ -116,6 +172,15 @@ def _fill_outputs(array: Tensor, start: int, vectors: OutputVectors, placed: _Pl
     with np.errstate(over="ignore"):
         rows = np.stack([gain, shift if placed.shifts else np.zeros_like(shift)]).astype(array.dtype)
     _copy_within(array, placed.at.outputs - start, rows)
+
+
+def _fill_rows(array: Tensor, at: int, width: int, num_rows: int, rows_of: Callable[[slice], Tensor]) -> None:
+    """Packs what lies in `array` of `num_rows` rows of this width, the first of which begins at `at`."""
+    rows = _rows_within(at, width, num_rows, len(array))
+    if rows.start < rows.stop:
+        with np.errstate(over="ignore"):  # overflows are checked afterwards
+            packed = rows_of(rows).astype(array.dtype)
+        _copy_within(array, at + rows.start * width, packed)
 
 
 def _rows_within(at: int, width: int, num_rows: int, length: int) -> slice:
@@ -140,6 +205,13 @@ def _check_fit(content: AdapterContent, shape: BaseShape) -> None:
                 f"{module} of layer {layer} with {num_in} inputs and {num_out} outputs does not fit the base: it has "
                 f"{shape.num_layers} layers, and {sides} there"
             )
+    for module, trained in content.token_rows.items():
+        ends = shape.ends if module in END_MODULES else None
+        ids, num_rows = trained.token_ids, len(trained.token_ids)
+        if ends is None or trained.rows.shape != (num_rows, ends.hidden_size):
+            raise AdapterInvalid(f"{module} has no rows of this shape in this base: {list(trained.rows.shape)}")
+        if num_rows and not (ids[0] >= 0 and ids[-1] < ends.vocab_size and (np.diff(ids) > 0).all()):
+            raise AdapterInvalid(f"tokens of {module} are not in ascending order below {ends.vocab_size}")
     for (layer, module), vectors in content.outputs.items():
         sides = shape.sides(layer, module)
         if sides is None or (sides[1],) != vectors.gain.shape:

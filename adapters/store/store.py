@@ -9,7 +9,8 @@ root/
 ├── layouts/                 a file for each layout that adapters are packed for: its time is when it was last used
 └── ab/abcdef…/              first two digits of the digest, then the digest
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names; vectors of outputs, each with a CRC-32
-    ├── manifest.json               scaling of each module of each layer, and of what it is a product; how many experts
+    ├── manifest.json               scaling of each module of each layer, and of what it is a product; how many experts;
+    │                               which tokens have rows of their own in the embedding and the head
     ├── score_head.safetensors      of a sequence classifier: its head, each tensor with a CRC-32
     ├── <layout key>.packed         pages, ready to be loaded; can be made again from the two above
     └── unreferenced                its time: when the sweep first found that no name points to the adapter
@@ -38,10 +39,10 @@ from zlib import crc32
 
 import numpy as np
 
-from ..adapter import BaseIdentity
+from ..adapter import END_MODULES, BaseIdentity, read_ranges, written_ranges
 from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
-from ..format.content import AdapterContent, LoraMatrices, OutputVectors
-from ..format.own_tokenizer import template_digest
+from ..format.content import AdapterContent, LoraMatrices, OutputVectors, TokenRows
+from ..format.own_tokenizer import OwnText
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.products import ProductMatrices
 from ..format.score_head import ScoreHead, stored_head, stored_tensors
@@ -137,12 +138,13 @@ _MANIFEST_FILE = "manifest.json"
 _NUM_EXPERTS = "num_experts"  # in a manifest, if each expert is packed at its own rank
 _INVOCATION = "invocation_token_ids"
 _OUTPUTS, _NUM_OUTPUTS, _PRODUCTS = "outputs_source", "num_outputs", "products"
+_TOKEN_ROWS = "token_rows"
 # The vectors of a module's outputs. They follow from the upload and the base, by sums that machines order differently,
 # so that no digest is of them.
 _OUTPUTS_NAME = re.compile(r"(?P<layer>[0-9]+)\.(?P<module>[a-z0-9_.]+)\.outputs\.(?P<crc>[0-9a-f]{8})")
 _MARK_FILE = "unreferenced"
 _PACKED_SUFFIX = ".packed"
-_TEMPLATE_SUFFIX = ".jinja"
+_OWN_TEXT_SUFFIX = ".jinja"
 _HEAD_FILE = "score_head.safetensors"
 _BASE_FILE = "base"
 _ID_FILE = "id"
@@ -197,6 +199,12 @@ class AdapterStore:
             for (layer, module), vectors in content.outputs.items():
                 both = np.stack([vectors.gain, vectors.shift])
                 tensors[f"{layer}.{module}.outputs.{crc32(tensor_bytes(both)):08x}"] = both
+            token_rows: dict[int, dict[str, Any]] = {}  # what embedding and head share is stored once
+            for end, rows in content.token_rows.items():
+                name = f"rows.{len(token_rows)}"
+                tokens = {"ends": list[str](), "tokens": written_ranges(rows.token_ids.tolist()), "tensor": name}
+                token_rows.setdefault(id(rows), tokens)["ends"].append(end)
+                tensors[token_rows[id(rows)]["tensor"]] = rows.rows
             with files.write(TENSORS_FILE) as file:
                 write_tensors(file, tensors)
             manifest: dict[str, Any] = {"format": 1, "digest": content.digest, "scalings": scalings}
@@ -204,6 +212,8 @@ class AdapterStore:
                 manifest[_NUM_EXPERTS] = content.num_experts
             if products:
                 manifest[_PRODUCTS] = products
+            if token_rows:
+                manifest[_TOKEN_ROWS] = [*token_rows.values()]
             if content.outputs:
                 manifest |= {_OUTPUTS: content.outputs_source, _NUM_OUTPUTS: len(content.outputs)}
             if content.invocation_token_ids:
@@ -220,26 +230,24 @@ class AdapterStore:
             (folder / _MARK_FILE).unlink(missing_ok=True)
         return content
 
-    def put_template(self, digest: str, template: str) -> str:
-        """Keeps a chat template with an adapter that is stored. Returns its digest."""
-        own_digest = template_digest(template)
-        with self._lock(fcntl.LOCK_SH), replacing(self._template_path(digest, own_digest), self._temporary) as file:
-            file.write(template.encode())
+    def put_own_text(self, digest: str, own_text: OwnText) -> str:
+        """Keeps it with an adapter that is stored. Returns its digest."""
+        own_digest = own_text.digest
+        with self._lock(fcntl.LOCK_SH), replacing(self._own_text_path(digest, own_digest), self._temporary) as file:
+            file.write(own_text.encode())
         return own_digest
 
-    def load_template(self, digest: str, own_digest: str) -> str:
-        """The chat template with this digest that an adapter has. Raises AdapterCorrupt or StoreUnavailable."""
+    def load_own_text(self, digest: str, own_digest: str) -> OwnText:
+        """What has this digest of an adapter's. Raises AdapterCorrupt or StoreUnavailable."""
         try:
-            template = self._template_path(digest, own_digest).read_bytes().decode()
-        except (FileNotFoundError, UnicodeDecodeError) as error:
+            return OwnText.decode(self._own_text_path(digest, own_digest).read_bytes(), own_digest)
+        except (FileNotFoundError, ValueError) as error:
             if not self._is_there():
                 raise StoreUnavailable("the store of adapters is not there; try again later") from error
-            template = ""
+            message = f"the chat template or the tokens of adapter {digest} are missing or damaged: upload it again"
+            raise AdapterCorrupt(message) from error
         except OSError as error:
             raise _unavailable(error) from error
-        if template_digest(template) != own_digest:
-            raise AdapterCorrupt(f"the chat template of adapter {digest} is missing or damaged: upload it again")
-        return template
 
     def load_head(self, digest: str) -> ScoreHead:
         """The score head that an adapter has, in float32. Raises AdapterCorrupt or StoreUnavailable."""
@@ -464,8 +472,8 @@ class AdapterStore:
         except FileNotFoundError:
             return None
 
-    def _template_path(self, digest: str, own_digest: str) -> Path:
-        return self._folder(digest) / f"{own_digest}{_TEMPLATE_SUFFIX}"
+    def _own_text_path(self, digest: str, own_digest: str) -> Path:
+        return self._folder(digest) / f"{own_digest}{_OWN_TEXT_SUFFIX}"
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
         return self._folder(digest) / _packed_name(layout)
@@ -540,6 +548,17 @@ def _content(file: TensorFile, manifest: dict[str, Any]) -> AdapterContent:
             outputs[int(match["layer"]), match["module"]] = OutputVectors(*vectors)
     if len(outputs) != manifest.get(_NUM_OUTPUTS, 0):
         raise ValueError(f"{len(outputs)} modules have vectors of outputs, not {manifest.get(_NUM_OUTPUTS, 0)}")
+    token_rows: dict[str, TokenRows] = {}
+    for facts in manifest.get(_TOKEN_ROWS, ()):
+        rows = TokenRows(np.array(read_ranges(facts["tokens"]), np.int64), file.tensor(facts["tensor"]))
+        if len(rows.token_ids) != len(rows.rows) or not {*facts["ends"]} <= {*END_MODULES}:
+            raise ValueError(f"{_MANIFEST_FILE} has other tokens than {facts['tensor']!r} has rows")
+        token_rows |= dict.fromkeys(facts["ends"], rows)
     return AdapterContent(
-        matrices, num_experts, invocation_token_ids=invocation, outputs=outputs, outputs_source=source
+        matrices,
+        num_experts,
+        invocation_token_ids=invocation,
+        outputs=outputs,
+        outputs_source=source,
+        token_rows=token_rows,
     )

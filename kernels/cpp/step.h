@@ -176,6 +176,7 @@ struct StepCall {
     const int64_t* expert_pages;
     int64_t num_threads;
     const StateBatch* states;  // null: no layer has any
+    const void* embedded;      // the tokens' rows in place of the tables'; null: those
 };
 
 template <class T>
@@ -258,7 +259,8 @@ class Step {
         const auto& [table, width, scale] = op.embed;
         T* to = of(op.to);
         for (int64_t row = 0; row < call.num_rows; row++) {
-            const T* from = (const T*)table + call.token_ids[row] * width;
+            const T* from =
+                call.embedded ? (const T*)call.embedded + row * width : (const T*)table + call.token_ids[row] * width;
             if (scale == 1.0) {
                 std::memcpy(to + row * width, from, size_t(width) * sizeof(T));
                 continue;

@@ -98,6 +98,7 @@ class NativeStep:
         self._experts: dict[int, tuple[PagedAdapter, array[int]]] = {}  # tables of the last step's, by the adapter's id
         rows = [self._encoded(operation) for operation in program.operations]
         self._operations = array("q", [number for row in rows for number in row])
+        self._embedded_width = next(op.table.shape[1] for op in program.operations if isinstance(op, Embed))
         self._registers: list[torch.Tensor] = []
         self._addresses = array("q")
         self._grow(1)
@@ -110,6 +111,7 @@ class NativeStep:
         expert_lora: HostExpertLoraBatch | None = None,
         states: StateBatch | None = None,
         outputs: NativeOutputBatch | None = None,
+        embedded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `step.Step`."""
         assert outputs is None or lora is not None, "adapters that scale outputs are among all adapters"
@@ -119,6 +121,9 @@ class NativeStep:
         host, pool = HostBatch.make(attention), self._pool
         token_ids = token_ids.to(torch.int64).contiguous()
         assert len(host.positions) == num_rows, "a position for each row"
+        if embedded is not None:
+            assert embedded.dtype == self._dtype and embedded.is_contiguous(), "contiguous rows of the kernels' dtype"
+            assert embedded.shape == (num_rows, self._embedded_width), "a row for each token"
         groups = array("q")
         if lora is not None:
             for modules in self._groups:
@@ -141,6 +146,7 @@ class NativeStep:
                 0 if outputs is None else outputs.pages.data_ptr(),
                 *(len(segments) // 4, segments.buffer_info()[0], pages.buffer_info()[0]),
                 *(self._num_threads, 0 if table is None else table.address),
+                0 if embedded is None else embedded.data_ptr(),
             ),
         )
         self._run(self._operations.buffer_info()[0], len(self._program.operations), call.buffer_info()[0])

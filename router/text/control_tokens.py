@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -182,8 +182,11 @@ class Marks:
 class ControlTokens:
     """Encodes with a second tokenizer, which shares the model, and which knows control tokens by secret aliases."""
 
-    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str]) -> None:
-        """`names`: those of the added tokens that are control tokens; none is only whitespace."""
+    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str], num_ids: int) -> None:
+        """`names`: those of the added tokens that are control tokens; none is only whitespace.
+
+        `num_ids`: as `num_token_ids` counts them, which takes long.
+        """
         self.added = added
         self.names = names
         self._firsts = frozenset(name.strip()[0] for name in names)
@@ -191,12 +194,11 @@ class ControlTokens:
         self._edges = frozenset(char for char in edges if not char.isalnum())
         self._joined = "\0".join(names)
         self._aliases = {name: _new_alias() for name in names}
-        self._encoder = _without_added_tokens(tokenizer)
+        self._encoder = without_added_tokens(tokenizer)
         in_model = {name for name in added.names if self._encoder.token_to_id(name) is not None}
         # The model itself may encode a name as its control token, unless a cut token separates the name's characters.
         self._cut = _new_alias() if in_model & names else ""
         # Fillers, so that aliases get ids above all of the tokenizer's, and the model's ids keep their meaning.
-        num_ids = max(tokenizer.get_vocab().values(), default=0) + 1
         fillers = [_new_alias() for _ in range(num_ids - self._encoder.get_vocab_size())]
         self._encoder.add_tokens([AddedToken(alias, normalized=False) for alias in [*fillers, self._cut] if alias])
         self._encoder.add_tokens([_renamed(token, self._aliases) for token in added.by_id.values()])
@@ -279,6 +281,11 @@ class ControlTokens:
         return self.encode(aliased, add_special_tokens=add_special_tokens)
 
 
+def num_token_ids(tokenizer: Tokenizer) -> int:
+    """One more than the highest id."""
+    return max(tokenizer.get_vocab().values(), default=0) + 1
+
+
 def _new_alias() -> str:
     return "".join(chr(_FIRST_OF_ALIASES + secrets.randbelow(_NUM_OF_ALIASES)) for _ in range(_ALIAS_CHARS))
 
@@ -294,8 +301,8 @@ def _renamed(token: AddedToken, aliases: dict[str, str]) -> AddedToken:
     )
 
 
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer with the same model and the same steps before and after it."""
+def without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer with the same model, which both share, and the same steps before and after it."""
     bare = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         bare.normalizer = tokenizer.normalizer
@@ -303,5 +310,21 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
         bare.pre_tokenizer = tokenizer.pre_tokenizer
     if tokenizer.post_processor is not None:
         bare.post_processor = tokenizer.post_processor
+    if tokenizer.decoder is not None:
+        bare.decoder = tokenizer.decoder
     bare.encode_special_tokens = tokenizer.encode_special_tokens
     return bare
+
+
+def with_added_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken]) -> Tokenizer:
+    """A tokenizer with these added tokens by id, beside the tokenizer's or in their place; both share the model.
+
+    Raises ValueError, which names one, for a token that cannot have its id.
+    """
+    added = {**tokenizer.get_added_tokens_decoder(), **tokens}
+    extended = without_added_tokens(tokenizer)
+    extended.add_tokens([added[token_id] for token_id in sorted(added)])
+    for token_id, token in sorted(added.items()):
+        if (next_id := extended.token_to_id(token.content)) != token_id:
+            raise ValueError(f"{token.content!r} cannot have the id {token_id}: in their order it has {next_id}")
+    return extended

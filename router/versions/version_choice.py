@@ -131,8 +131,8 @@ class VersionChoice:
 
 
 def templates_of(version: AdapterVersion | None) -> tuple[str, str]:
-    """How its chats are rendered, and its answers read."""
-    return ("", "") if version is None else (version.chat_template, version.response_template)
+    """How its texts are written, and its answers read."""
+    return ("", "") if version is None else (version.own_text, version.response_template)
 
 
 def choose_version(current: AdapterVersion | None, request: GenerationFields, identity: Identity) -> VersionChoice:

@@ -11,9 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import EXPERT_MODULES, MODULES, BaseShape, ExpertShape, OutputGroups, family_of_module
+from motet.adapters.adapter import (
+    EMBEDDING,
+    EXPERT_MODULES,
+    HEAD,
+    MODULES,
+    OUTER,
+    AdapterVersion,
+    BaseShape,
+    ExpertShape,
+    OutputGroups,
+    family_of_module,
+)
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.content import AdapterContent, LoraMatrices, OutputVectors
+from motet.adapters.format.content import AdapterContent, LoraMatrices, OutputVectors, TokenRows
 from motet.adapters.packing.layout import AdapterLayout, Dtype, packed_bytes
 from motet.adapters.packing.packed_file import (
     PackedFileDamaged,
@@ -191,3 +202,24 @@ def test_layouts_that_pack_otherwise_have_other_names(other: dict[str, Any]) -> 
     shape = BaseShape(2, dict.fromkeys(MODULES, (4, 6)), layers={"q_proj": (0,)})
     key, changed = (AdapterLayout(each, 8, "bfloat16").key for each in (shape, replace(shape, **other)))
     assert key != changed and LAYOUT.key == "tp1-slab8-layers2-bfloat16"
+
+
+def test_ranks_of_the_ends_and_numbers_of_rows_are_entries_behind_all_others() -> None:
+    def lora(num_in: int, num_out: int, rank: int) -> LoraMatrices:
+        return LoraMatrices(np.ones((rank, num_in), np.float32), np.ones((num_out, rank), np.float32), 1.0)
+
+    def rows(count: int) -> TokenRows:
+        return TokenRows(np.arange(count), np.ones((count, 4), np.float32))
+
+    matrices = {(OUTER, HEAD): lora(4, 9, 3), (OUTER, EMBEDDING): lora(9, 4, 5), (0, "q_proj"): lora(4, 6, 2)}
+    vectors = {(0, "v_proj"): OutputVectors(np.ones(6, np.float32), np.ones(6, np.float32))}
+    of_rows = {HEAD: rows(7), EMBEDDING: rows(8)}
+    content = AdapterContent(matrices, outputs=vectors, outputs_source="of these", token_rows=of_rows)
+    expected = {
+        **{"q_proj": 2, "embed_tokens": 5, "lm_head": 3, "v_proj.outputs": 2},
+        **{"embed_tokens.rows": 8, "lm_head.rows": 7},
+    }
+    assert [*content.module_ranks.items()] == [*expected.items()]
+    version = AdapterVersion("t", "a", 1, "d", content.module_ranks, 1, 0.0)
+    assert (version.rank, version.targets) == (5, ("q_proj", "v_proj", EMBEDDING, HEAD))
+    assert AdapterContent({}, token_rows=of_rows).module_ranks == {"embed_tokens.rows": 8, "lm_head.rows": 7}

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from motet.adapters.adapter import MODULES, BaseShape
+from motet.adapters.adapter import EMBEDDING, END_MODULES, HEAD, MODULES, OUTER, BaseEnds, BaseShape
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.content import AdapterContent, LoraMatrices
+from motet.adapters.format.content import AdapterContent, LoraMatrices, TokenRows
 from motet.adapters.format.tensor_file import BFLOAT16, Tensor, is_finite
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype, Sharding
@@ -34,9 +34,11 @@ def pack_by_torch(content: AdapterContent, layout: AdapterLayout) -> torch.Tenso
     """What `pack` is to give; None if it is to refuse."""
     dtype: torch.dtype = getattr(torch, layout.dtype)
     ranks = content.module_ranks
-    num_pages, num_layers = layout.num_pages(ranks), layout.shape.num_layers
+    num_pages, num_layers = layout.num_layer_pages(ranks), layout.shape.num_layers
     arrays = torch.zeros(num_layers, num_pages * layout.slab, dtype=dtype)
     for (layer, module), found in content.matrices.items():
+        if layer == OUTER:
+            continue
         part, place = layout.part(module), layout.offsets(ranks)[module]
         a = as_torch(found.a)[:, slice(*part.inputs)].to(dtype).flatten()
         scaled = (
@@ -46,7 +48,37 @@ def pack_by_torch(content: AdapterContent, layout: AdapterLayout) -> torch.Tenso
         arrays[layer, place.a : place.a + len(a)] = a
         arrays[layer, place.b : place.b + len(b)] = b
     pages = arrays.view(num_layers, num_pages, layout.slab).transpose(0, 1)
+    pages = torch.cat((pages, end_pages_by_torch(content, layout, dtype)))
     return pages if torch.isfinite(pages).all() else None
+
+
+def end_pages_by_torch(content: AdapterContent, layout: AdapterLayout, dtype: torch.dtype) -> torch.Tensor:
+    ranks = content.module_ranks
+    num_pages = layout.num_pages(ranks) - layout.num_layer_pages(ranks)
+    flat, end = torch.zeros(num_pages * layout.page_elements, dtype=dtype), 0
+    taken = torch.zeros(len(flat), dtype=torch.bool)
+
+    def put(start: int, part: torch.Tensor) -> None:
+        nonlocal end
+        assert not taken[start : start + part.numel()].any(), "parts lie side by side"
+        flat[start : start + part.numel()] = part.flatten()
+        taken[start : start + part.numel()] = True
+        end = max(end, start + part.numel())
+
+    for module, at in layout.end_offsets(ranks).items():
+        if at.rank:
+            found = content.matrices[OUTER, module]
+            a, b = as_torch(found.a).to(dtype), (as_torch(found.b).to(torch.float32) * found.scaling).to(dtype)
+            put(at.a, a if module == HEAD else a.T)
+            b = torch.nn.functional.pad(b, (0, 0, 0, layout.shape.padding(HEAD))) if module == HEAD else b
+            put(at.b, b.T)
+        if at.num_rows:
+            trained = content.token_rows[module]
+            ids = torch.tensor(trained.token_ids)
+            put(at.token_ids, torch.stack([ids % 256, ids // 256 % 256, ids // 65536]).to(dtype))
+            put(at.rows, as_torch(trained.rows).to(dtype))
+    assert len(flat) - layout.page_elements < end <= len(flat) or not num_pages, "no page without anything"
+    return flat.view(num_pages, layout.shape.num_layers, layout.slab)
 
 
 def any_finite(shape: tuple[int, int], dtype: np.dtype[np.generic], seed: int) -> Tensor:
@@ -65,7 +97,9 @@ def cases(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
     """An adapter of any numbers, and the layout of one worker of a gang."""
     degree = draw(st.integers(1, 3))
     sizes = st.integers(1, 4).map(lambda size: size * degree)
-    shape = BaseShape(draw(st.integers(1, 2)), {module: (draw(sizes), draw(sizes)) for module in MODULES})
+    ends = BaseEnds(draw(st.sampled_from([3, 40, 300])), draw(sizes), is_tied=False, head_has_bias=False)
+    modules = {module: (draw(sizes), draw(sizes)) for module in MODULES}
+    shape = BaseShape(draw(st.integers(1, 2)), modules, ends=ends)
     worker = draw(st.integers(0, degree - 1))
 
     def share(size: int) -> tuple[int, int]:
@@ -77,13 +111,20 @@ def cases(draw: st.DrawFn) -> tuple[AdapterContent, AdapterLayout]:
     sharding = Sharding(degree, worker, outputs, inputs) if degree > 1 else None
     keys = [(layer, module) for layer in range(shape.num_layers) for module in MODULES]
     matrices = {}
+    keys += [(OUTER, module) for module in END_MODULES]
     for index, (layer, module) in enumerate(draw(st.lists(st.sampled_from(keys), min_size=1, unique=True))):
-        num_in, num_out = shape.modules[module]
+        num_in, num_out = shape.sides(layer, module) or (0, 0)
         rank, dtype, seed = draw(st.integers(1, 5)), draw(st.sampled_from(DTYPES)), draw(st.integers(0, 1 << 31))
         a, b = any_finite((rank, num_in), dtype, seed), any_finite((num_out, rank), dtype, seed + index)
         matrices[layer, module] = LoraMatrices(a, b, draw(st.floats(-1.5, 1.5)))
+    token_rows = {}
+    for module in draw(st.lists(st.sampled_from(END_MODULES), unique=True)):
+        token_ids = sorted(draw(st.sets(st.integers(0, ends.vocab_size - 1), min_size=1)))
+        rows = any_finite((len(token_ids), ends.hidden_size), draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)))
+        token_rows[module] = TokenRows(np.array(token_ids), rows)
+    content = AdapterContent(matrices, token_rows=token_rows)
     layout_dtype: Dtype = draw(st.sampled_from(["float32", "bfloat16"]))
-    return AdapterContent(matrices), AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype, sharding)
+    return content, AdapterLayout(shape, draw(st.integers(1, 64)), layout_dtype, sharding)
 
 
 @settings(max_examples=200, deadline=None)
@@ -100,6 +141,30 @@ def test_pages_are_those_of_torch(case: tuple[AdapterContent, AdapterLayout], ch
         chunks = list(packed_chunks(content, layout, chunk_bytes))
         assert identical(np.concatenate(chunks), as_numpy(expected))
         assert all(len(chunk) == 1 or chunk.nbytes <= chunk_bytes for chunk in chunks)
+
+
+def test_what_does_not_fit_the_ends_of_a_base_is_refused() -> None:
+    modules = dict.fromkeys(MODULES, (4, 6))
+    ends = BaseEnds(300, 4, is_tied=False, head_has_bias=False)
+    layout = AdapterLayout(BaseShape(2, modules, ends=ends), 8, "bfloat16")
+
+    def content(token_ids: list[int], width: int = 4) -> AdapterContent:
+        rows = TokenRows(np.array(token_ids), np.ones((len(token_ids), width), np.float32))
+        return AdapterContent({}, token_rows={EMBEDDING: rows})
+
+    pack(content([0, 299]), layout)
+    for wrong in (content([0, 300]), content([-1, 5]), content([5, 5]), content([0, 1], width=5)):
+        with pytest.raises(AdapterInvalid, match=EMBEDDING):
+            pack(wrong, layout)
+
+
+def test_pages_without_ends_are_named_as_before() -> None:
+    """And lie where they did: stores keep the packed files of adapters that change no ends."""
+    modules = dict.fromkeys(MODULES, (4, 6))
+    ends = BaseEnds(300, 4, is_tied=False, head_has_bias=False)
+    plain, with_ends = (AdapterLayout(BaseShape(2, modules, ends=each), 8, "bfloat16") for each in (None, ends))
+    assert plain.key == with_ends.key and plain.tile == with_ends.tile
+    assert plain.num_pages({"q_proj": 3}) == with_ends.num_pages({"q_proj": 3})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

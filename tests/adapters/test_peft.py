@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from motet.adapters.adapter import EMBEDDING, HEAD, OUTER
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.peft import parse_config, parse_tensor_name, tensor_name
 from motet.adapters.format.targets import PatternTime, resolve_targets
@@ -238,12 +239,13 @@ def test_rslora_divides_by_the_root() -> None:
         ({"use_dora": True, "alora_invocation_tokens": [5]}, "use_dora and alora_invocation_tokens"),
         ({"bias": "all", "alora_invocation_tokens": [5]}, "bias and alora_invocation_tokens"),
         ({"use_dora": "yes"}, "use_dora"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save = 'lm_head': a list of names is needed"),
+        ({"ensure_weight_tying": 1}, "ensure_weight_tying"),
         ({"lora_bias": 1}, "lora_bias"),
         ({"use_qalora": True}, "use_qalora"),
         ({"megatron_config": {"a": 1}}, "megatron_config"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [1.0]}, "trainable_token_indices = [1.0]: a list of token ids"),
         ({"target_parameters": ["mlp.experts.down_proj"], "target_modules": []}, "such as self_attn.q_proj.weight"),
         ({"target_parameters": "down_proj"}, "a list of names"),
         ({"target_parameters": ["x"] * 3000}, "at most 2048"),
@@ -354,6 +356,8 @@ def test_too_many_patterns_are_refused() -> None:
 
 def test_tensor_names() -> None:
     assert parse_tensor_name(tensor_name(2, "down_proj", "B")) == (2, "down_proj", "B")
+    assert parse_tensor_name(tensor_name(OUTER, EMBEDDING, "A")) == (OUTER, EMBEDDING, "A")
+    assert parse_tensor_name(tensor_name(OUTER, HEAD, "B")) == (OUTER, HEAD, "B")
     infix = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"
     assert parse_tensor_name(infix) == (0, "q_proj", "A")
     for wrong in (
@@ -361,7 +365,8 @@ def test_tensor_names() -> None:
         "base_model.model.model.layers.0.mlp.q_proj.lora_A.weight",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_C.weight",
         "base_model.model.model.layers.٣.self_attn.q_proj.lora_A.weight",
-        "base_model.model.lm_head.lora_A.weight",
+        "base_model.model.lm_head.lora_embedding_A",
+        "base_model.model.model.embed_tokens.lora_A.weight",
         "model.layers.0.self_attn.q_proj.lora_A.weight",
     ):
         assert parse_tensor_name(wrong) is None, wrong

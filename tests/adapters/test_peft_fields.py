@@ -16,15 +16,17 @@ from peft import LoraRuntimeConfig, PeftModel, PeftType, get_peft_model
 from peft.tuners.lora.config import BdLoraConfig, EvaConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from transformers import LlamaForCausalLM
 
+from motet.adapters.adapter import EMBEDDING, HEAD, BaseEnds
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.base_weights import BaseWeights
 from motet.adapters.format.content import AdapterContent
 from motet.adapters.format.peft import COMPUTED, HARMLESS, KINDS, REFUSED, UnknownFields, parse_config
 from motet.adapters.format.validation import validate
 from motet.tests.adapters.test_peft import llama
-from motet.tests.rigs.lora_files import SHAPE
+from motet.tests.rigs.lora_files import SHAPE as SHAPE_OF_LINEARS
 from motet.workers.models.stored_tensor import base_tensors
 
+SHAPE = dataclasses.replace(SHAPE_OF_LINEARS, ends=BaseEnds(32, 16, is_tied=False, head_has_bias=False))
 TOKEN_IDS = torch.arange(9).unsqueeze(0)
 
 
@@ -116,7 +118,7 @@ SAVED: dict[str, tuple[dict[str, Any], str | None]] = {
     "lora_ga_config": ({}, None),
     "megatron_config": ({}, None),  # needs Megatron
     "megatron_core": ({"megatron_core": "another.core"}, None),
-    "modules_to_save": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "modules_to_save": ({"modules_to_save": ["lm_head"]}, None),
     "monteclora_config": ({"monteclora_config": MontecloraConfig()}, "monteclora_config"),
     "peft_version": ({}, None),
     "qalora_group_size": ({"qalora_group_size": 8}, None),
@@ -127,7 +129,7 @@ SAVED: dict[str, tuple[dict[str, Any], str | None]] = {
     "target_modules": ({"target_modules": ["v_proj", "up_proj", "no_such_module"]}, None),
     "target_parameters": ({"target_parameters": ["down_proj.weight"], "target_modules": ["q_proj"]}, None),
     "task_type": ({"task_type": "SEQ_2_SEQ_LM"}, None),
-    "trainable_token_indices": ({"trainable_token_indices": [3]}, "trainable_token_indices"),
+    "trainable_token_indices": ({"trainable_token_indices": [3]}, None),
     "use_bdlora": (
         {"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2, match_strict=False)},
         None,
@@ -242,7 +244,7 @@ def _model(init: Any, use_rslora: bool = False) -> PeftModel:
 def _train(model: PeftModel) -> None:
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
-        if "lora_" in name:
+        if parameter.requires_grad or "lora_" in name:
             parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
 
 
@@ -266,6 +268,9 @@ def _assert_computes(content: AdapterContent, expected: torch.Tensor) -> None:
     for (layer, module), found in content.matrices.items():
         linear = base.get_submodule(f"model.layers.{layer}.{SHAPE.path(module)}")
         linear.weight.data += found.scaling * torch.tensor(found.b) @ torch.tensor(found.a)
+    for end, rows in content.token_rows.items():
+        weight = {EMBEDDING: base.model.embed_tokens, HEAD: base.lm_head}[end].weight
+        weight.data[torch.tensor(rows.token_ids)] = torch.tensor(rows.rows)
     for (layer, module), vectors in content.outputs.items():
         linear = base.get_submodule(f"model.layers.{layer}.{SHAPE.path(module)}")
         linear.weight.data *= 1 + torch.tensor(vectors.gain)[:, None]

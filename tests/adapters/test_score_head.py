@@ -115,7 +115,7 @@ def doubled(tensors: dict[str, torch.Tensor]) -> None:
         ({"task_type": "TOKEN_CLS"}, None, "task_type 'TOKEN_CLS'"),
         ({"task_type": None}, None, "task_type None"),
         ({"task_type": "CAUSAL_LM", "modules_to_save": None}, None, "a head other than that of a sequence classifier"),
-        ({"modules_to_save": ["score", "norm"]}, None, "modules_to_save = ['norm']"),
+        ({"modules_to_save": ["score", "norm"]}, None, "modules_to_save names 'norm'"),
         ({}, lambda tensors: tensors.pop(WEIGHT), f"lacks {WEIGHT}"),
         ({}, lambda tensors: tensors.update({WEIGHT: torch.ones(3, 63)}), "expected [number of labels, 64]"),
         ({}, lambda tensors: tensors.update({WEIGHT: torch.ones(64)}), "expected [number of labels, 64]"),

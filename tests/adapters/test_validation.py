@@ -98,9 +98,10 @@ SPOILED: dict[str, tuple[dict[str, torch.Tensor | None], list[str]]] = {
     "two kinds of names": ({Q.replace("model.model", "model").replace("0.", "1."): torch.ones(4, 16)}, ["two ways"]),
     "empty": ({Q: torch.ones(0, 16)}, ["holds nothing"]),
     "dora": ({Q.replace("lora_A.weight", "lora_magnitude_vector"): torch.ones(4)}, ["DoRA"]),
-    "embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)}, ["embedding LoRA"]),
-    "trained embeddings": ({"base_model.model.model.embed_tokens.weight": torch.ones(4, 4)}, ["save_embedding_layers"]),
-    "modules to save": ({"base_model.model.lm_head.modules_to_save.weight": torch.ones(2)}, ["modules_to_save"]),
+    "embedding": ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 4)}, ["embed_tokens"]),
+    "trained embeddings": ({"base_model.model.model.embed_tokens.weight": torch.ones(4, 4)}, ["cannot be trained"]),
+    "modules to save": ({"base_model.model.lm_head.modules_to_save.weight": torch.ones(2)}, ["cannot be trained"]),
+    "a norm": ({"base_model.model.model.norm.modules_to_save.weight": torch.ones(2)}, ["modules_to_save"]),
     "lora bias": ({Q.replace("lora_A.weight", "lora_B.bias"): torch.ones(16)}, ["lora_bias"]),
     "bias": ({"base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(16)}, ["biases"]),
     "stranger": ({"something": torch.ones(1)}, ["something", "lora_A"]),
@@ -193,6 +194,16 @@ def test_another_format_under_the_right_name_is_called_by_its_own(data: bytes, n
     (tmp_path / "tensors").write_bytes(data)
     with pytest.raises(AdapterInvalid, match=f"is not a safetensors file but .*{named}"):
         validate(lora_files().config_bytes, tmp_path / "tensors", SHAPE)
+
+
+@pytest.mark.parametrize("beginning", [b"\x80\x02\x01", b"\x80\x04\x01", b"\x1f\x8b\x00"])
+def test_a_header_may_have_a_length_that_looks_like_another_format(beginning: bytes, tmp_path: Path) -> None:
+    files = lora_files()
+    path, num_bytes = files.write(tmp_path), int.from_bytes(beginning, "little")
+    expected = validate(files.config_bytes, path, SHAPE).digest
+    (length,), data = struct.unpack("<Q", path.read_bytes()[:8]), path.read_bytes()[8:]
+    path.write_bytes(struct.pack("<Q", num_bytes) + data[:length].ljust(num_bytes) + data[length:])
+    assert validate(files.config_bytes, path, SHAPE).digest == expected
 
 
 def test_a_file_of_torch_save_is_called_so(tmp_path: Path) -> None:

@@ -284,9 +284,7 @@ async def test_a_version_keeps_its_chat_template_and_another_one_makes_another_v
     first, second = "1" * 64, "2" * 64
 
     async def uploaded(template: str, *, activate: bool = True) -> tuple[int, bool]:
-        one, _, created = await registry.names.register(
-            "acme", "x", **facts(1), chat_template=template, activate=activate
-        )
+        one, _, created = await registry.names.register("acme", "x", **facts(1), own_text=template, activate=activate)
         return one.version, created
 
     assert [await uploaded(one) for one in ("", first, first, second)] == [(1, True), (2, True), (2, False), (3, True)]
@@ -295,10 +293,10 @@ async def test_a_version_keeps_its_chat_template_and_another_one_makes_another_v
     async def templates() -> list[str]:
         current = (await registry.names.get("acme", "x")).current
         assert (await registry.get_many([("acme", "x")]))[0] == current
-        return [one.chat_template for one in versions_of(current)]
+        return [one.own_text for one in versions_of(current)]
 
     assert await templates() == [second, first, ""]
     for version in (1, 2):
         state = await registry.names.change("acme", "x", partial(_promoted, str(version)))
-        assert state.current.chat_template == ("", first)[version - 1]
+        assert state.current.own_text == ("", first)[version - 1]
         assert await templates() == [second, first, ""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import fmean
 
-from ...adapters.adapter import OUTPUTS
+from ...adapters.adapter import lora_ranks
 from ..models.config import ModelConfig
 from ..plan import StepPlan
 from .devices import Device
@@ -30,10 +30,7 @@ class DeviceCosts:
                 decodes.append(part.start + 1)
             else:
                 chunks.append(Chunk(part.start, len(part.token_ids)))
-        ranks = [
-            fmean([rank for entry, rank in residence.module_ranks.items() if not entry.endswith(OUTPUTS)] or [1])
-            for residence in plan.adapters
-        ]
+        ranks = [fmean(lora_ranks(residence.module_ranks) or [1]) for residence in plan.adapters]
         batch = StepBatch(tuple(decodes), tuple(chunks), len(ranks), fmean(ranks) if ranks else 1)
         operations = step_operations(self.model, batch, self.degree)
         return sum([operation.seconds(self.device, self.degree) for operation in operations]) / self.efficiency

@@ -54,7 +54,8 @@ class PoolingUnderWay:
 
 MOST_BYTES: Final = 32 << 20  # of the logits of rows that are scored together
 
-Head = Callable[[torch.Tensor], torch.Tensor]  # states [num_rows, hidden] -> logits [num_rows, vocab] in float32
+# States [num_rows, hidden], and which rows of the step these are, ascending -> logits [num_rows, vocab] in float32.
+Head = Callable[[torch.Tensor, Sequence[int]], torch.Tensor]
 
 
 class ScoredRows(NamedTuple):
@@ -97,10 +98,8 @@ class ScoresUnderWay:
             torch.frombuffer(targets, dtype=torch.int64).unsqueeze(1),
         )
         max_rows = most_rows(vocab_size)
-        parts = [
-            _scores(head(hidden[at[start : start + max_rows]]), target_ids[start : start + max_rows], self._num_top)
-            for start in range(0, len(rows), max_rows)
-        ]
+        some = [slice(start, start + max_rows) for start in range(0, len(rows), max_rows)]
+        parts = [_scores(head(hidden[at[each]], rows[each]), target_ids[each], self._num_top) for each in some]
         self._answer = Arriving([torch.cat(column) for column in zip(*parts, strict=True)])
 
     def read(self) -> dict[int, PromptScores | None]:

@@ -94,6 +94,12 @@ class StepInputs:
     def num_rows(self) -> int:
         return len(self.token_ids)
 
+    @property
+    def sampled(self) -> list[int]:
+        """`sample_rows` on the host."""
+        rows: list[int] = self.sample_rows.tolist()
+        return rows
+
 
 def make_inputs(
     plan: StepPlan,
@@ -346,6 +352,12 @@ class DeviceInputs:
     def is_decode(self) -> bool:
         """Every sequence has one row, and gets a token."""
         return self.sample_rows is None
+
+    @property
+    def sampled(self) -> list[int]:
+        """The rows after which a token is chosen, on the host."""
+        each = zip(self._sequences, self._query_starts[1:], strict=True)
+        return [row_end - 1 for sequence, row_end in each if sequence.sample is not None]
 
     @cached_property
     def token_ids(self) -> torch.Tensor:

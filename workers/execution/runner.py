@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...adapters.adapter import EXPERT_MODULES
-from ...adapters.packing.layout import AdapterLayout
+from ...adapters.adapter import EMBEDDING, END_MODULES, EXPERT_MODULES, HEAD
+from ...adapters.packing.layout import AdapterLayout, EndOffsets
 from ...kernels.attention import AttentionBatch, PagedAttention, split_batch
 from ...kernels.backend import Kernels
-from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter
+from ...kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter, PagedEnd, PagedEnds
 from ...kernels.pages import copy_slabs
 from ...kernels.recurrence import RecurrentKernel, StateBatch
 from ..decoding.mask_source import MaskSource, NoMasks, TokenMask
@@ -219,8 +219,8 @@ class Runner:
         before requests come. May be called only before the first plan: it writes to pages, which are free then.
         """
         limits = WarmUpLimits(max_tokens, max_num_sequences, longest=len(self._rotary[0]))
-        modules = self._layout.shape.modules
-        ranks = dict.fromkeys(modules, 16)
+        shape = self._layout.shape
+        ranks = dict.fromkeys((*shape.modules, *(END_MODULES if shape.ends is not None else ())), 16)
         pages = (0,) * self._layout.num_pages(ranks)
         adapters = [Residence(f"warm-up {index}", ranks, pages) for index in range(max_num_sequences)]
         steps = (*(warm_up_steps(limits) if self._kernels.compiles else ()), *largest_steps(limits))
@@ -344,7 +344,9 @@ class Runner:
     def _launch(self, inputs: StepInputs | DeviceInputs) -> _Launched:
         # A sequence's state goes on row by row, so a step with states is not split.
         if (first := self.nano_batches.get(inputs.num_rows)) is not None and inputs.states is None:
-            return self._finish(inputs, self._in_nano_batches(inputs, first), self._context(inputs.attention, None))
+            ends = self._tables.ends_of(inputs.segments)
+            context = replace(self._context(inputs.attention, None), ends=ends)
+            return self._finish(inputs, self._in_nano_batches(inputs, first), context)
         adapters = self._adapters_of(inputs.segments)
         if isinstance(inputs, DeviceInputs) and inputs.is_decode and self._graphs is not None:
             recorded = self._graphs.logits(inputs, adapters)
@@ -356,7 +358,8 @@ class Runner:
         context = self._context(inputs.attention, adapters, inputs.states)
         if hidden is None and self._step is not None:
             lora = (context.lora, context.expert_lora)
-            hidden = self._step.run(inputs.token_ids, inputs.attention, *lora, inputs.states, context.outputs)
+            embedded = None if context.ends is None else self._decoder.embed(inputs.token_ids, context)
+            hidden = self._step.run(inputs.token_ids, inputs.attention, *lora, inputs.states, context.outputs, embedded)
         elif hidden is None:
             hidden = self._decoder.hidden_states(inputs.token_ids, context)
         return self._finish(inputs, hidden, context)
@@ -377,11 +380,14 @@ class Runner:
         scores = self._scores(hidden, context, inputs.scored) if inputs.scored else None
         sampled = hidden if inputs.sample_rows is None else hidden[inputs.sample_rows]
         pooling = PoolingUnderWay(hidden, inputs.pooled) if inputs.pooled else None
+        if context.ends is not None:
+            context = replace(context, ends=context.ends.at(inputs.sampled))
         return _Launched(self._decoder.logits(sampled, context), scores, pooling)
 
     def _scores(self, hidden: torch.Tensor, context: ForwardContext, scored: Sequence[ScoredRows]) -> ScoresUnderWay:
-        def head(states: torch.Tensor) -> torch.Tensor:
-            return self._decoder.logits(states, context)
+        def head(states: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+            ends = None if context.ends is None else context.ends.at(rows)
+            return self._decoder.logits(states, replace(context, ends=ends))
 
         return ScoresUnderWay(hidden, head, scored, self._decoder.vocab_size)
 
@@ -427,6 +433,7 @@ class Runner:
             adapters is not None and adapters.has_narrow,
             latent_lora=None if adapters is None else adapters.latent,
             outputs=None if adapters is None else adapters.outputs,
+            ends=None if adapters is None else adapters.ends,
         )
 
     def _adapters_of(self, segments: tuple[LoraSegment, ...], part: int = 0) -> StepAdapters | None:
@@ -448,11 +455,23 @@ class Runner:
             module_offsets = (offsets.get(module) for module in modules)
             return tuple(ModuleSlice(at.rank, at.rank, at.a, at.b) if at else ABSENT for at in module_offsets)
 
+        num_pages = self._layout.num_layer_pages(residence.module_ranks)
+        pages, end_pages = residence.pages[:num_pages], residence.pages[num_pages:]
         experts: tuple[PagedAdapter, ...] = ()
         dense = shape.dense_modules
         if any(module not in dense for module in offsets):
             of_experts = zip(*(shape.members(module) for module in EXPERT_MODULES), strict=True)
-            experts = tuple(PagedAdapter(residence.pages, slices(modules)) for modules in of_experts)
+            experts = tuple(PagedAdapter(pages, slices(modules)) for modules in of_experts)
         outputs = tuple(at.outputs if (at := offsets.get(module)) else None for module in dense)
         has_outputs = any(start is not None for start in outputs)
-        return PagedAdapter(residence.pages, slices(dense), experts, outputs if has_outputs else ())
+        ends = None
+        if end_pages:
+            at_ends = self._layout.end_offsets(residence.module_ranks)
+            ends = PagedEnds(end_pages, *(_paged_end(at_ends.get(module)) for module in (EMBEDDING, HEAD)))
+        return PagedAdapter(pages, slices(dense), experts, outputs if has_outputs else (), ends)
+
+
+def _paged_end(at: EndOffsets | None) -> PagedEnd:
+    if at is None:
+        return PagedEnd()
+    return PagedEnd(ModuleSlice(at.rank, at.rank, at.a, at.b), at.num_rows, at.token_ids, at.rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from typing import Final
 
+from ...adapters.adapter import lora_ranks
 from ..wire.engine_load import TenantShare
 from ..wire.messages import ResidencyChange, SequenceRequest
 
@@ -40,7 +41,7 @@ class RequestedAdapters:
         if request.adapter_name:
             self.names.pop(digest, None)
             self.names[digest] = request.adapter_name
-            self.ranks[digest] = max(request.adapter.module_ranks.values(), default=0)
+            self.ranks[digest] = max(lora_ranks(request.adapter.module_ranks), default=0)
             if len(self.names) > _MAX_NAMES:
                 oldest = next(iter(self.names))
                 del self.names[oldest], self.ranks[oldest]

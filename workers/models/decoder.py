@@ -62,7 +62,7 @@ class Decoder:
 
     def forward(self, token_ids: torch.Tensor, context: ForwardContext) -> Pass[torch.Tensor]:
         """The last layer's normed states of `[num_rows]` tokens, `[num_rows, hidden]`; their KV is in the pool."""
-        x, residual = (yield self._embed(token_ids, context)), None
+        x, residual = (yield self.embed(token_ids, context)), None
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         if self.layers[0].end is not None:
@@ -73,8 +73,10 @@ class Decoder:
         return normed if self.norm_bias is None else affine(normed, None, self.norm_bias)
 
     def logits(self, hidden: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """`[num_rows, vocab]` in float32, on every worker."""
+        """`[num_rows, vocab]` in float32, on every worker. `context.ends`: of these rows."""
         logits = self._raw_logits(hidden, context)
+        if context.ends is not None:
+            context.ends.add_to_logits(logits, hidden, context.pool)
         if self.head_bias is not None:
             logits = logits + self.head_bias
         if self.logit_multiplier != 1.0:
@@ -96,13 +98,17 @@ class Decoder:
         gathered = context.parallel.all_gather(padded)  # [degree, num_rows, share]
         return gathered.transpose(0, 1).flatten(1)[:, : self.vocab_size].float()
 
-    def _embed(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """This worker's partial sum: of another's tokens it has zeros."""
+    def embed(self, token_ids: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """This worker's partial sum `[num_rows, hidden]`, not scaled: of another's tokens it has zeros."""
         if context.parallel.degree == 1:
-            return self.embedding[token_ids]
-        start, stop = self.vocabulary
-        mine = (token_ids >= start) & (token_ids < stop)
-        return self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
+            x = self.embedding[token_ids]
+        else:
+            start, stop = self.vocabulary
+            mine = (token_ids >= start) & (token_ids < stop)
+            x = self.embedding[(token_ids - start).clamp(0, max(stop - start - 1, 0))] * mine.unsqueeze(1)
+        if context.ends is not None:
+            context.ends.embed(x, token_ids, context.pool, is_whole=context.parallel.rank == 0)
+        return x
 
 
 def _log_bits(layers: Sequence[DecoderLayer], kernels: QuantisedKernels, dtype: torch.dtype) -> None:

@@ -13,6 +13,7 @@ from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.experts import ExpertWeight, Routing, choose_experts
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch
+from ...kernels.model_ends import StepEnds
 from ...kernels.norms import Activation, Ungated, activate, affine, scale_to_unit
 from ...kernels.output_vectors import OutputBatch
 from ...kernels.recurrence import LayerState, Rule, StateBatch
@@ -48,6 +49,7 @@ class ForwardContext:
     tokens: TokenEmbeddings | None = None  # None: no layer takes of its token what is not in the residual
     latent_lora: LatentLoraBatch | None = None  # None: no row has LoRA of what latent attention absorbs
     outputs: OutputBatch | None = None  # None: no row's adapter scales or shifts outputs
+    ends: StepEnds | None = None  # None: no row's adapter changes the embedding or the head
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...adapters.adapter import ABSORBED, EXPERT_MODULES, NARROW_MODULES
+from ...adapters.adapter import ABSORBED, EXPERT_MODULES, HEAD, NARROW_MODULES
 from ...adapters.packing.layout import AdapterLayout
 from ...kernels.backend import Kernels
 from ...kernels.expert_lora import ExpertLoraBatch
 from ...kernels.latent_lora import LatentLoraBatch
 from ...kernels.lora import LoraBatch, LoraGeometry, LoraSegment
+from ...kernels.model_ends import EndGeometry, ModelEnds, StepEnds
 from ...kernels.output_vectors import OutputBatch
 
 RECORDED_RANK = 256  # the highest for which graphs reserve room: steps with higher ones are not recorded
@@ -27,6 +28,7 @@ class StepAdapters:
     has_narrow: bool = False  # an adapter has LoRA of NARROW_MODULES
     latent: LatentLoraBatch | None = None  # None: no adapter has LoRA of what latent attention absorbs
     outputs: OutputBatch | None = None  # None: no adapter scales or shifts outputs
+    ends: StepEnds | None = None  # None: no adapter changes the embedding or the head
 
 
 class AdapterTables:
@@ -47,6 +49,11 @@ class AdapterTables:
             self._absorbed = layout.shape.dense_modules.index(ABSORBED)
         self._geometry, self._experts = of(layout.shape.dense_modules), layout.shape.experts
         self._expert_geometry = of(EXPERT_MODULES) if self._experts is not None else None
+        self._ends = None
+        if (ends := layout.shape.ends) is not None:
+            padded = ends.vocab_size + layout.shape.padding(HEAD)
+            geometry = EndGeometry(ends.vocab_size, padded, ends.hidden_size, layout.page_elements)
+            self._ends = ModelEnds(kernels.lora, geometry)
 
     @property
     def can_be_recorded(self) -> bool:
@@ -68,7 +75,11 @@ class AdapterTables:
         if self._absorbed is not None:
             latent = LatentLoraBatch.make(segments, self._geometry, self._absorbed, self._device)
         outputs = self._kernels.outputs.prepare(segments, self._geometry, self._device)
-        return StepAdapters(lora, experts, has_narrow, latent, outputs)
+        return StepAdapters(lora, experts, has_narrow, latent, outputs, self.ends_of(segments))
+
+    def ends_of(self, segments: Sequence[LoraSegment]) -> StepEnds | None:
+        """None: no row's adapter changes the embedding or the head."""
+        return None if self._ends is None else self._ends.prepare(segments)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
         """Tables for the adapters of `num_rows` and `num_segments`; None: graphs cannot have adapters of this base."""
@@ -103,9 +114,9 @@ class AdapterTables:
         """Copies a step's adapters into `reserved`. False: they do not fit, and `reserved` is undefined.
 
         LoRA of routers and gates is not recorded, since steps without it would launch its kernels, too; nor is what
-        scales and shifts outputs.
+        scales and shifts outputs, or changes the embedding or the head.
         """
-        if step.has_narrow or step.outputs is not None:
+        if step.has_narrow or step.outputs is not None or step.ends is not None:
             return False
         lora, expert_lora = self._kernels.capturable_lora, self._kernels.capturable_expert_lora
         assert lora is not None, "only what can be recorded"

@@ -191,13 +191,13 @@ def folder_has_head(folder: Path) -> bool:
 
 
 def base_tensors(folder: Path, shape: BaseShape) -> dict[str, BaseTensor]:
-    """Weights and biases of the linears of a model folder's layers, by their names in a model of text alone.
+    """Weights and biases of a model folder's embedding, head and layers' linears, by their names without pictures.
 
     Raises ValueError for a damaged file.
     """
     stored = named_in_full({tensor.name: tensor for path in shards(folder) for tensor in stored_tensors(path)})
     linears = [shape.path(name) for name in shape.names if name not in EXPERT_MODULES]
-    names = (
+    of_layers = (
         f"{_PREFIX}layers.{layer}.{linear}.{part}"
         for layer in range(shape.num_layers)
         for linear in linears
@@ -205,6 +205,6 @@ def base_tensors(folder: Path, shape: BaseShape) -> dict[str, BaseTensor]:
     )
     return {
         name: BaseTensor(str(tensor.path), tensor.dtype, tensor.shape, tensor.start)
-        for name in names
+        for name in (_PREFIX + _EMBEDDING, HEAD, HEAD.replace("weight", "bias"), *of_layers)
         if (tensor := stored.get(name)) is not None
     }

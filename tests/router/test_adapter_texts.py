@@ -1,27 +1,32 @@
-"""Chats of adapters with templates of their own: the prompts of transformers, and what hostile templates may not do."""
+"""Texts of adapters with chat templates and tokens of their own: as transformers has them, and what may not happen."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
-from motet.adapters.format.own_tokenizer import template_digest
+from motet.adapters.format.own_tokenizer import OwnText, OwnToken, read_own_tokenizer, template_digest
 from motet.router.http.errors import ApiError
 from motet.router.openai.chat_prompt import chat_prompt
 from motet.router.openai.request_schema import ChatRequest
-from motet.router.text.adapter_templates import AdapterTemplates
+from motet.router.text.adapter_texts import AdapterTexts
 from motet.router.text.text import TextService
+from motet.router.uploads.adapters_api import own_text_of
+from motet.router.uploads.upload_form import UploadForm
 from motet.tests.rigs.chat_cases import CASES
 from motet.tests.rigs.made_templates_page import real_templates
-from motet.tests.rigs.router_rig import BASE, RouterRig, text_service
+from motet.tests.rigs.router_rig import BASE, RouterRig, byte_level_tokenizer, text_service
 from motet.tests.rigs.stand_in_engine import INFO
 
 OTHER = (
@@ -40,16 +45,16 @@ TEMPLATES = {"other": OTHER, "quirks": QUIRKS, **dict(sorted(real_templates().it
 
 
 def version(template: str, name: str = "pirate") -> AdapterVersion:
-    return AdapterVersion("acme", name, 1, "d" * 64, {"q_proj": 4}, 1, 1.0, chat_template=template_digest(template))
+    return AdapterVersion("acme", name, 1, "d" * 64, {"q_proj": 4}, 1, 1.0, own_text=template_digest(template))
 
 
-def templates_of(base: TextService, *sources: str) -> AdapterTemplates:
-    by_digest = {template_digest(source): source for source in sources}
+def templates_of(base: TextService, *sources: str) -> AdapterTexts:
+    by_digest = {template_digest(source): OwnText(source) for source in sources}
 
-    async def read(adapter: AdapterVersion) -> str:
-        return by_digest[adapter.chat_template]
+    async def read(adapter: AdapterVersion) -> OwnText:
+        return by_digest[adapter.own_text]
 
-    return AdapterTemplates(base, read)
+    return AdapterTexts(base, read)
 
 
 async def prompt(fields: dict[str, Any], text: TextService) -> Sequence[object]:
@@ -94,12 +99,12 @@ HOSTILE = {
 
 async def test_hostile_templates_are_refused_and_others_go_on() -> None:
     templates = templates_of(text_service(), OTHER)
-    await templates.check("acme", OTHER)
+    await templates.check("acme", OwnText(OTHER))
     for template, problem in HOSTILE.items():
         with pytest.raises(AdapterInvalid, match="the adapter's chat template cannot be used: ") as refusal:
-            await templates.check("acme", template)
+            await templates.check("acme", OwnText(template))
         assert problem in str(refusal.value), template
-        await templates.check("globex", OTHER)
+        await templates.check("globex", OwnText(OTHER))
 
 
 @pytest.mark.parametrize(
@@ -132,16 +137,16 @@ async def test_a_template_opens_no_file_and_sees_no_environment() -> None:
     ("error", "status"), [(StoreUnavailable("not now"), 503), (AdapterCorrupt("it is missing or damaged"), 500)]
 )
 async def test_a_template_that_cannot_be_read(error: Exception, status: int) -> None:
-    async def read(adapter: AdapterVersion) -> str:
+    async def read(adapter: AdapterVersion) -> OwnText:
         raise error
 
     with pytest.raises(ApiError, match=str(error)) as refusal:
-        await AdapterTemplates(text_service(), read).text("acme", version(OTHER))
+        await AdapterTexts(text_service(), read).text("acme", version(OTHER))
     assert refusal.value.status_code == status
 
 
 async def test_tenants_templates_are_apart_and_few_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("motet.router.text.adapter_templates.MAX_KNOWN", 2)
+    monkeypatch.setattr("motet.router.text.adapter_texts.MAX_KNOWN", 2)
     base = text_service()
     templates = templates_of(base, OTHER, QUIRKS)
     first = await templates.text("acme", version(OTHER))
@@ -196,3 +201,120 @@ async def test_chats_that_loop_and_are_given_up_leave_no_trace_in_logs(caplog: p
     assert [type(each) for each in ended] == 4 * [asyncio.CancelledError] + 4 * [list]
     gc.collect()
     assert not caplog.records
+
+
+# Tokens of an adapter's own.
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Like those of SentencePiece (Llama 2, Mistral): its control tokens are in the model's vocabulary."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeh", "▁a", "ab", "▁he"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("a", "b"), ("▁", "he")] if "he" in vocab else [("▁", "a"), ("a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+TOKENIZERS = {"byte level": byte_level_tokenizer, "byte fallback": byte_fallback_tokenizer}
+ADDED = [
+    AddedToken("<tool>", special=True, normalized=False),
+    AddedToken("</tool>", special=False, normalized=False),
+    AddedToken("<left>", lstrip=True, normalized=False),
+    AddedToken("<right>", rstrip=True, special=True, normalized=False),
+    AddedToken("hello", normalized=True),
+    AddedToken("word", single_word=True, normalized=False),
+]
+
+
+def folder_with_tokens(base: Tokenizer, tokens: Sequence[AddedToken], folder: Path) -> Any:
+    """As a trainer saves it: transformers' tokenizer with these tokens, the last of which ends answers."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(base.to_str()), eos_token="</tool>")
+    tokenizer.add_tokens([*tokens])
+    tokenizer.save_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 6])
+def test_its_tokens_are_found_as_its_own_tokenizer_finds_them(kind: str, num_tokens: int, tmp_path: Path) -> None:
+    """Ids, texts and streams, of texts that are made of their names, of spaces and of other words."""
+    base = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS[kind]())
+    service = TextService(base)
+    own_tokenizer = folder_with_tokens(base.backend_tokenizer, ADDED[:num_tokens], tmp_path)
+    found, _ = read_own_tokenizer(tmp_path)
+    own = own_text_of(UploadForm("x", b"", tokenizer=found), service, vocab_size=1000)
+    assert len(own.tokens) == max(num_tokens, 2) and own.end_token == "</tool>"
+    text, before = service.of_adapter(own, None), service._backend.to_str()
+    assert text.end_id == own_tokenizer.eos_token_id
+    chance = random.Random(num_tokens)
+    names = [token.content for token in ADDED]
+    words = [*names, *names, " ", "  ", "\n", "a", "ab", "heé", "<", "tool", ">", "words", "你", "<s>", "<|end|>"]
+    for _ in range(200):
+        sample = "".join(chance.choices(words, k=chance.randint(0, 12)))
+        ids = text._encode_all([sample], add_special_tokens=True)[0]
+        assert ids == own_tokenizer(sample).input_ids, sample
+        for skips in (True, False):
+            expected = own_tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+            assert text._backend.decode(ids, skip_special_tokens=skips) == expected, sample
+        stream = text.detokenizer([], skip_special_tokens=False)
+        assert "".join([*map(stream.step, ids), stream.flush()]) == text._backend.decode(ids, skip_special_tokens=False)
+        bound = text.min_tokens(sample)
+        assert bound <= len(ids), sample
+    assert service._backend.to_str() == before, "the base's own is as it was"
+
+
+def test_a_token_may_stand_in_the_place_of_one_that_the_base_reserves() -> None:
+    base = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
+    base.add_tokens([AddedToken(f"<reserved_{n}>", special=True) for n in range(3)])
+    service = TextService(base)
+    second = service.token_id("<reserved_1>")
+    assert second is not None
+    text = service.of_adapter(OwnText(tokens=(OwnToken(second, "<tool>", ("special",)),)), None)
+    assert text._encode_all(["a<tool><reserved_2>"], add_special_tokens=False)[0][1:] == [second, second + 1]
+    assert second not in text._encode_all(["<reserved_1>"], add_special_tokens=False)[0]
+    assert (text.token_str(second), service.token_str(second)) == ("<tool>", "<reserved_1>")
+    with pytest.raises(ValueError, match="'<over>' ends its answers, and is no token"):
+        service.of_adapter(OwnText(end_token="<over>"), None)
+    for wrong in (second + 7, 5):
+        with pytest.raises(ValueError, match=f"'<tool>' cannot have the id {wrong}"):
+            service.of_adapter(OwnText(tokens=(OwnToken(wrong, "<tool>"),)), None)
+
+
+async def test_its_answers_end_with_its_own_token_and_show_its_own_tokens(tmp_path: Path) -> None:
+    """In chats and completions; others' have the base's. What a message says of its tokens is text."""
+    rig = RouterRig(tmp_path / "spool", text_service(), max_upload_bytes=1)
+    first = rig.text._backend.get_vocab_size()
+    tokens = (OwnToken(first, "<act>", ("special",)), OwnToken(first + 1, "<stop>", ("special",)))
+    rig.registry.add("acme", "pirate", own_text=OwnText(OTHER + "{{ eos_token }}", tokens, "<stop>"))
+    rig.registry.add("acme", "plain")
+    chat = {"messages": [{"role": "user", "content": "say <act>"}]}
+    async with rig.client() as client:
+
+        async def answer(path: str, **fields: Any) -> Any:
+            response = await client.post(path, json={"model": "pirate", "max_tokens": 9, **fields})
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        rig.dispatcher.answer = [*rig.ids("Ahoy"), first, first + 1]
+        (said,) = (await answer("/v1/completions", prompt="say <act>", logprobs=0, skip_special_tokens=False))[
+            "choices"
+        ]
+        sent = rig.dispatcher.submitted[-1]
+        assert sent.prompt_token_ids[-1] == first and sent.sampling.stop_token_ids == (first + 1,)
+        assert said["text"].startswith("Ahoy<act>") and "<act>" in said["logprobs"]["tokens"]
+        assert first + 1 in (await answer("/tokenize", **chat))["tokens"], "the template knows how its answers end"
+        await answer("/v1/chat/completions", **chat)
+        sent = rig.dispatcher.submitted[-1]
+        assert first not in sent.prompt_token_ids and sent.sampling.stop_token_ids == (first + 1,)
+        await answer("/v1/completions", prompt="<stop>", ignore_eos=True, stop_token_ids=[7])
+        assert rig.dispatcher.submitted[-1].sampling.stop_token_ids == (7,)
+        assert (await answer("/detokenize", tokens=[first]))["prompt"] == "<act>"
+        await answer("/v1/completions", model="plain", prompt="<act>")
+        sent = rig.dispatcher.submitted[-1]
+        assert first not in sent.prompt_token_ids and sent.sampling.stop_token_ids == ()
+        assert (await answer("/detokenize", model="plain", tokens=[first]))["prompt"] == ""

@@ -1,0 +1,207 @@
+"""Adapters that change the embedding and the head, against PEFT, in one batch with plain LoRA, DoRA and the base."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from motet.adapters.adapter import EMBEDDING, HEAD
+from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
+from motet.tests.rigs.gang_rig import gang
+from motet.tests.rigs.oracle import VOCAB_SIZE, write_model
+from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
+from motet.workers.decoding import prompt_scoring
+from motet.workers.execution.executor import LocalExecutor
+from motet.workers.wire.messages import SamplingParams
+from motet.workers.wire.prompt_scores import PromptScores
+
+pytestmark = pytest.mark.slow
+TOLERANCE = 1e-4  # of log-probabilities in float32
+NUM_TOKENS = 6
+SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
+_LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_SOME_TOKENS = [0, 3, 17, 18, 90, VOCAB_SIZE - 1]
+# Bases whose head is the embedding and others; a scaled embedding, which layers take too; multipliers; capped logits.
+BASES = ("llama", "llama_tied_llama3_rope", "gemma2", "granite", "gemma4", "cohere2")
+
+
+def _configs(is_tied: bool) -> dict[str, LoraConfig]:
+    common: dict[str, Any] = {"task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 6}
+    configs = {
+        "plain": LoraConfig(**common, target_modules=_LINEARS),
+        "dora": LoraConfig(**common, use_dora=True, target_modules=_LINEARS[:4]),
+        "both": LoraConfig(**common, target_modules=[*_LINEARS, EMBEDDING, HEAD], rank_pattern={HEAD: 7}),
+        "embedding": LoraConfig(**common, target_modules=[EMBEDDING], use_rslora=True),
+        "head": LoraConfig(**common, target_modules=["v_proj", HEAD]),
+        "tokens": LoraConfig(**common, target_modules=_LINEARS, trainable_token_indices=_SOME_TOKENS),
+        "tokens_and_head": LoraConfig(**common, target_modules=["v_proj", HEAD], trainable_token_indices=_SOME_TOKENS),
+        "saved_embedding": LoraConfig(**common, target_modules=_LINEARS[:1], modules_to_save=[EMBEDDING]),
+        "saved": LoraConfig(**common, target_modules=_LINEARS[:4], modules_to_save=[EMBEDDING, HEAD]),
+        "lora_and_saved": LoraConfig(**common, target_modules=[EMBEDDING], modules_to_save=[HEAD]),
+    }
+    if not is_tied:
+        two = {EMBEDDING: _SOME_TOKENS, HEAD: _SOME_TOKENS[2:]}
+        configs["tokens_of_both"] = LoraConfig(**common, target_modules=_LINEARS, trainable_token_indices=two)
+    return configs
+
+
+@dataclass(frozen=True)
+class Case:
+    base: Any
+    models: Mapping[str, PeftModel]
+    folders: Mapping[str, Path]
+    stock: Stock
+
+    @torch.inference_mode()
+    def logprobs(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
+        model = self.base if adapter is None else self.models[adapter]
+        logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+        return logits.float().log_softmax(-1)
+
+
+def _draw(model: PeftModel, generator: torch.Generator) -> None:
+    """Far from where training begins. Of saved modules the rows of every third token stay the base's."""
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "magnitude" in name:
+            parameter.data *= 1 + 0.3 * noise
+        elif "lora_A" in name or "lora_embedding_A" in name:
+            parameter.data = noise * parameter.shape[1] ** -0.5 * (4 if "embedding" in name else 1)
+        elif "lora_B" in name or "lora_embedding_B" in name:
+            parameter.data = 0.15 * noise
+        elif "trainable_tokens_delta" in name:
+            parameter.data += 0.5 * parameter.std() * noise
+        elif "modules_to_save" in name and name.endswith("weight"):
+            noise[::3] = 0
+            parameter.data = parameter + 0.3 * parameter.std() * noise
+
+
+@pytest.fixture(scope="module", params=BASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp(request.param)
+    model_path = write_model(request.param, folder / "model")
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
+    models, folders = {}, {}
+    for seed, (name, config) in enumerate(_configs(base.config.get_text_config().tie_word_embeddings).items()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PEFT says that the ends of a base are tied
+            trained = get_peft_model(deepcopy(base), config).eval()
+            _draw(trained, torch.Generator().manual_seed(seed))
+            folders[name] = folder / name
+            trained.save_pretrained(folders[name])
+            models[name] = PeftModel.from_pretrained(deepcopy(base), folders[name]).eval()
+    return Case(base, models, folders, Stock.make(model_path, folders, folder / "store"))
+
+
+def _prompts(case: Case) -> list[tuple[list[int], str | None]]:
+    """Two sequences of some adapters, so that steps have segments of one row and of several."""
+    generator = random.Random(7)
+    adapters = (None, *case.models, "both", None, "tokens", "saved")
+    return [([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 20))], each) for each in adapters]
+
+
+def _check(case: Case, rig: EngineRig) -> None:
+    requests = _prompts(case)
+    for index, (prompt, adapter) in enumerate(requests):
+        rig.submit(index, prompt, adapter, SAMPLING)
+    rig.finish()
+    rig.assert_idle()
+    for index, (prompt, adapter) in enumerate(requests):
+        output = rig.outputs[index]
+        assert (output.finish_reason, output.error) == ("length", None), adapter
+        expected = case.logprobs(prompt + output.token_ids[:-1], adapter)[len(prompt) - 1 :]
+        difference = (_logprobs(output) - expected).abs().max()
+        assert difference <= TOLERANCE, f"{adapter}: {difference}"
+
+
+def _logprobs(output: SequenceOutput) -> torch.Tensor:
+    rows = torch.empty(len(output.logprobs), VOCAB_SIZE)
+    for row, said in zip(rows, output.logprobs, strict=True):
+        row[said.top_ids] = torch.tensor(said.top_logprobs)
+    return rows
+
+
+def test_mixed_batch(case: Case) -> None:
+    """In chunks, and on a pool in which adapters evict one another; kernel by kernel, and in nano-batches."""
+    for name in case.models:
+        apart = (case.logprobs([3, 1, 4], name) - case.logprobs([3, 1, 4], None)).abs().max()
+        assert apart > 100 * TOLERANCE, f"{name} makes no difference to compare"
+    num_pages = 24 + max(case.stock.num_pages(30, name) for name in case.models)
+    for settings in ({"num_pages": 900}, {"num_pages": num_pages, "max_tokens_per_step": 13}):
+        with case.stock.engine(**settings) as rig:
+            _check(case, rig)
+    with case.stock.engine(num_pages=900) as rig:
+        assert isinstance(rig.engine.executor, LocalExecutor)
+        runner = rig.engine.executor.runner
+        runner._step = None
+        _check(case, rig)
+        runner.nano_batches = {num_rows: 1 + num_rows // 3 for num_rows in range(2, 200)}
+        _check(case, rig)
+
+
+def test_bfloat16(case: Case, tmp_path: Path) -> None:
+    """The first token's log-probabilities are as near those of PEFT in float32 as plain LoRA's, within a factor."""
+    stock = Stock.make(case.stock.model_path, case.folders, tmp_path / "store", dtype="bfloat16")
+    apart: dict[str, list[float]] = {name: [] for name in case.models}
+    generator = random.Random(3)
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(12)] for _ in range(4)]
+    with stock.engine(num_pages=1200) as rig:
+        for index, (prompt, name) in enumerate((prompt, name) for prompt in prompts for name in case.models):
+            rig.submit(index, prompt, name, SAMPLING)
+        rig.finish()
+        for index, (prompt, name) in enumerate((prompt, name) for prompt in prompts for name in case.models):
+            difference = _logprobs(rig.outputs[index])[0] - case.logprobs(prompt, name)[-1]
+            apart[name].append(float(difference.abs().mean()))
+    for name, differences in apart.items():
+        assert median(differences) < 4 * median(apart["plain"]), (name, apart)
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_gang(case: Case, degree: int) -> None:
+    with gang(case.stock.gang_config(num_pages=1600, degree=degree)) as (engine, _):
+        _check(case, EngineRig(engine, case.stock.refs))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_scores_of_prompts(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks that hold several adapters, beside sequences that decode; some rows at a time."""
+    monkeypatch.setattr(prompt_scoring, "MOST_BYTES", 4 * VOCAB_SIZE * 7)
+    generator, names = random.Random(5), (None, *case.models)
+    prompts = [[generator.randrange(VOCAB_SIZE) for _ in range(30)] for _ in names]
+    with _engine(case, device, max_tokens_per_step=50) as rig:
+        for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
+            rig.submit(index, prompt, name, SamplingParams(max_tokens=3, ignore_eos=True, num_prompt_logprobs=2))
+        scores = dict.fromkeys(range(len(names)), b"")
+        while rig.engine.has_work():
+            for update in rig.step():
+                assert update.error is None
+                scores[update.sequence_id] += b"" if update.prompt_scores is None else update.prompt_scores.data
+    for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
+        chosen = torch.tensor(PromptScores(2, scores[index]).rows()["logprob"].copy())
+        expected = case.logprobs(prompt, name)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        torch.testing.assert_close(chosen, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_on_a_gpu(case: Case) -> None:
+    """Tokens are fed there, and steps of other adapters are replayed beside those that are not recorded."""
+    with _engine(case, "cuda", max_tokens_per_step=40) as rig:
+        _check(case, rig)
+
+
+@contextmanager
+def _engine(case: Case, device: str, **settings: Any) -> Iterator[EngineRig]:
+    on_device = gpu_of_twins() if device == "cuda" else nullcontext()
+    with on_device, case.stock.engine(1200, device=device, **settings) as rig:
+        yield rig
