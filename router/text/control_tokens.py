@@ -59,7 +59,7 @@ class AddedTokens:
         return [TokenSpan(*offsets, names[token_id]) for token_id, offsets in parts if token_id in names]
 
     @cached_property
-    def _splitter(self) -> tuple[Tokenizer, dict[int, str]]:
+    def _splitter(self) -> tuple[Tokenizer, dict[int | None, str]]:
         """Finds added tokens as the tokenizer does; and their names by its ids."""
         splitter = _splitter_of(self._tokenizer, [*self.by_id.values()])
         return splitter, {splitter.token_to_id(name): name for name in self.names}
