@@ -330,7 +330,8 @@ class AdapterVersion:
     response_template: str = ""  # name of the form in which it writes calls and thoughts; empty: in the base's
     # Of an activated LoRA: the base computes what stands before their last occurrence in a prompt. Empty: it is plain.
     invocation_token_ids: tuple[int, ...] = ()
-    chat_template: str = ""  # digest of its own, which the store has beside its tensors; empty: the base's
+    own_text: str = ""  # digest of its `OwnText`, which the store has beside its tensors; empty: all is the base's
+    num_labels: int = 0  # of its score head, which the store has beside its tensors; 0: it has none
     # Of the record of the name that this was read from. They are no part of what the version is.
     revision: int = field(default=0, compare=False)  # of two records of a name the one with the higher is newer
     rollout: bytes = field(default=b"", compare=False, repr=False)  # JSON of a `Rollout`; empty: one without anything

@@ -20,7 +20,9 @@ from msgspec import structs
 from .adapter import AdapterVersion, BaseTensor
 from .errors import AdapterInvalid, NoSuchName, UploadTooLarge, UploadUnchecked
 from .format.combination import Combination
+from .format.own_tokenizer import NO_OWN_TEXT, OwnText
 from .format.peft import CONFIG_FILE, TENSORS_FILE
+from .format.score_head import ScoreHead
 from .names import PLAIN_SIGHT, Sight, check_name, check_tenant
 from .packing.layout import AdapterLayout, packed_bytes
 from .processes.child_processes import ChildEnded, ChildProcess, ChildProcesses
@@ -90,7 +92,7 @@ class CheckedUpload:
     def __init__(self, process: ChildProcess, cpu_s: float, facts: UploadFacts) -> None:
         self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
         self.left_out, self.unknown_field, self.warnings = facts.left_out, facts.unknown_field, facts.warnings
-        self.invocation_token_ids = facts.invocation_token_ids
+        self.invocation_token_ids, self.num_labels = facts.invocation_token_ids, facts.num_labels
         self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True
@@ -189,7 +191,7 @@ class UploadService:
         tensors: Path,
         *,
         response_template: str = "",
-        chat_template: str = "",
+        own_text: OwnText = NO_OWN_TEXT,
         activate: bool = True,
         must_be_new: bool = False,
         note: VersionNote | None = None,
@@ -205,7 +207,7 @@ class UploadService:
 
         `config` is adapter_config.json, as bytes or a file; `tensors` is the file adapter_model.safetensors. The caller
         removes both afterwards. A combination is made of stored adapters, and is written to `tensors`, which is empty.
-        `chat_template`: by which its chats are rendered; empty: the base's. Once this returns, the adapter is on disk.
+        Once this returns, the adapter and `own_text` are on disk.
         `admission` and `entry`: see `NameRecords.register`. `take_room` gets the bytes of its pages before they are
         written, and may raise, as may `check`.
 
@@ -223,9 +225,9 @@ class UploadService:
                 await self._check_registrable(tenant, name, upload, bounds, activate=activate)
                 take_room(packed_bytes(self._layouts, upload.module_ranks))
                 await upload.store()
-                template = ""
-                if chat_template:
-                    template = await asyncio.to_thread(self._store.put_template, upload.digest, chat_template)
+                own_digest = ""
+                if own_text != NO_OWN_TEXT:
+                    own_digest = await asyncio.to_thread(self._store.put_own_text, upload.digest, own_text)
             adapter, current, created = await self._registry.names.register(
                 tenant,
                 name,
@@ -236,7 +238,8 @@ class UploadService:
                 base=upload.base,
                 response_template=response_template,
                 invocation_token_ids=upload.invocation_token_ids,
-                chat_template=template,
+                own_text=own_digest,
+                num_labels=upload.num_labels,
                 activate=activate,
                 must_be_new=must_be_new,
                 note=note,
@@ -248,9 +251,21 @@ class UploadService:
         await self._view.spread()
         return adapter, created
 
-    async def chat_template(self, adapter: AdapterVersion) -> str:
-        """The version's own, which it has. Raises AdapterCorrupt, StoreUnavailable."""
-        return await asyncio.to_thread(self._store.load_template, adapter.digest, adapter.chat_template)
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the base's embedding."""
+        ends = self._layouts[0].shape.ends
+        return 0 if ends is None else ends.vocab_size
+
+    async def own_text(self, adapter: AdapterVersion) -> OwnText:
+        """The version's. Raises AdapterCorrupt, StoreUnavailable."""
+        if not adapter.own_text:
+            return NO_OWN_TEXT
+        return await asyncio.to_thread(self._store.load_own_text, adapter.digest, adapter.own_text)
+
+    async def score_head(self, adapter: AdapterVersion) -> ScoreHead:
+        """The version's, which it has, in float32. Raises AdapterCorrupt, StoreUnavailable."""
+        return await asyncio.to_thread(self._store.load_head, adapter.digest)
 
     async def state(self, tenant: str, name: str, sight: Sight = PLAIN_SIGHT) -> NameState:
         """The name with its history, if the caller sees it. Raises NoSuchName, RegistryUnavailable."""

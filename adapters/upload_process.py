@@ -69,6 +69,7 @@ class UploadFacts(msgspec.Struct, frozen=True, tag=True):
     base: str = ""  # that the config names; not of what was stored
     # As in `AdapterContent`; not of what was stored.
     invocation_token_ids: tuple[int, ...] = ()
+    num_labels: int = 0  # see `AdapterVersion`
     left_out: str = ""
     unknown_field: str = ""
     warnings: tuple[str, ...] = ()
@@ -132,6 +133,7 @@ class Workbench:
             _facts_of(content),
             base=named_base(config),
             invocation_token_ids=content.invocation_token_ids,
+            num_labels=0 if content.head is None else content.head.num_labels,
             left_out=content.left_out,
             unknown_field=content.unknown_field,
             warnings=content.warnings,

@@ -25,12 +25,13 @@ from .experts import ExpertGroups, ExpertKernels, ExpertWeight
 from .float8 import Float8Kernels
 from .gpu.flash_attention import FlashAttention, FlashPackage, find_flash_attention
 from .lora import CapturableLora, LoraKernels
+from .model_ends import EndKernels, PlainEnds
 from .native import onednn_linear
 from .native.attention import MOST_GROUPED, NativeAttention
 from .native.build import NativeUnavailable, load_library
 from .native.experts import NativeExperts
 from .native.linear import NativeLinear
-from .native.lora import NativeLora, NativeOutputs
+from .native.lora import NativeEnds, NativeLora, NativeOutputs
 from .native.quantised_linear import NativeQuantised
 from .native.recurrence import NativeRecurrence
 from .native.rows import NativeRows
@@ -87,6 +88,7 @@ class Kernels:
     capturable_lora: CapturableLora | None = None
     capturable_expert_lora: CapturableExpertLora | None = None  # likewise, of `expert_lora`
     outputs: OutputKernels = field(default_factory=PlainOutputs)
+    ends: EndKernels = field(default_factory=PlainEnds)
     compiles: bool = False  # for shapes when they first occur: a worker runs all kinds of steps before it is ready
     libraries: Mapping[str, str] = field(default_factory=dict)  # operations that another library computes: its name
     library: ctypes.CDLL | None = None  # of the native kernels
@@ -202,6 +204,7 @@ def native_kernels(dtype: torch.dtype, num_threads: int, library: ctypes.CDLL) -
         experts=experts,
         expert_lora=HostExpertLora(lora),
         outputs=NativeOutputs(library, dtype, num_threads),
+        ends=NativeEnds(library, dtype, num_threads),
         sampling=NativeSampling(library, num_threads),
         read_pages=pages.read_pages,
         write_pages=pages.write_pages,

@@ -2,9 +2,8 @@
 
 An adapter's end pages are one flat array, in which `adapters/packing/layout.py` places LoRA of both ends, and rows that
 stand in place of the base's for some tokens. A row's embedding and a token's logit are by the adapter's row for the
-token, else by the base's, plus LoRA. A row's result depends on nothing but the row and its adapter's other rows: each
-adapter's rows are computed by themselves, in products of pieces of its tables, because an adapter may have a row for
-each token of the vocabulary.
+token, else by the base's, plus LoRA. A row's result depends on nothing but the row and its own adapter. Tables may have
+a row for each token of the vocabulary, so kernels read them where they lie, or in pieces.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -44,11 +44,30 @@ class EndGeometry:
         return LoraGeometry(1, self.page, tile, ((self.hidden_size, self.padded_vocab),))
 
 
+@dataclass(frozen=True)
+class RowTable:
+    """A table `[num_rows, width]` in an adapter's end pages, from element `start` of their flat array on."""
+
+    pool: torch.Tensor  # [num_pages, elements of a page]
+    pages: torch.Tensor  # int64, of the adapter
+    start: int
+    num_rows: int
+    width: int
+
+
+class EndKernels(Protocol):
+    def set_columns(self, y: torch.Tensor, x: torch.Tensor, table: RowTable, columns: torch.Tensor) -> None:
+        """y[:, columns] = x tableᵀ, of y float32 and x `[n, width]`. `columns`: int64, of the rows of the table."""
+
+    def add(self, y: torch.Tensor, vectors: torch.Tensor, table: RowTable) -> None:
+        """y += vectors table, of y `[n, width]` and vectors `[n, num_rows]`."""
+
+
 class ModelEnds:
     """Prepares the ends of steps' adapters on one device."""
 
-    def __init__(self, lora: LoraKernels, geometry: EndGeometry) -> None:
-        self.lora, self.geometry = lora, geometry
+    def __init__(self, kernels: EndKernels, lora: LoraKernels, geometry: EndGeometry) -> None:
+        self.kernels, self.lora, self.geometry = kernels, lora, geometry
         self._tables: WeakKeyDictionary[PagedEnds, _Tables] = WeakKeyDictionary()
 
     def prepare(self, segments: Sequence[LoraSegment]) -> StepEnds | None:
@@ -96,8 +115,7 @@ class StepEnds:
                 x_rows.copy_(torch.where(is_trained, trained, x_rows))
             if end.lora.rank and is_whole:
                 vectors = tables.gather(end.lora.a, tokens, end.lora.rank)
-                for rows, piece in tables.pieces(end.lora.b, end.lora.rank, hidden):
-                    x_rows.addmm_(vectors[:, rows], piece)
+                self.of.kernels.add(x_rows, vectors, tables.table(end.lora.b, end.lora.rank, hidden))
 
     def add_to_logits(self, logits: torch.Tensor, states: torch.Tensor, pool: torch.Tensor) -> None:
         """Changes logits `[num_rows, vocab]` float32 of the last layer's states `[num_rows, hidden]` in place."""
@@ -105,10 +123,9 @@ class StepEnds:
         for segment, ends in self._each():
             if not ends.head.num_rows:
                 continue
-            tables, own = self.of.tables(ends, pool), states[segment.start : segment.end]
-            ids, of_rows = tables.token_ids(ends.head), logits[segment.start : segment.end]
-            for rows, piece in tables.pieces(ends.head.rows, ends.head.num_rows, geometry.hidden_size):
-                of_rows.index_copy_(1, ids[rows], linear(own, piece).to(logits.dtype))
+            tables, rows = self.of.tables(ends, pool), slice(segment.start, segment.end)
+            trained = tables.table(ends.head.rows, ends.head.num_rows, geometry.hidden_size)
+            self.of.kernels.set_columns(logits[rows], states[rows], trained, tables.token_ids(ends.head))
         if lora := [segment for segment, ends in self._each() if ends.head.lora.rank]:
             first, last = lora[0].start, lora[-1].end
             moved = [
@@ -127,48 +144,64 @@ class StepEnds:
             yield segment, segment.adapter.ends
 
 
+class PlainEnds:
+    """`EndKernels` in plain torch, for any device: tables are read in pieces."""
+
+    def set_columns(self, y: torch.Tensor, x: torch.Tensor, table: RowTable, columns: torch.Tensor) -> None:
+        for rows, piece in _pieces(table):
+            y.index_copy_(1, columns[rows], linear(x, piece).to(y.dtype))
+
+    def add(self, y: torch.Tensor, vectors: torch.Tensor, table: RowTable) -> None:
+        for rows, piece in _pieces(table):
+            y.addmm_(vectors[:, rows], piece)
+
+
+def _pieces(table: RowTable) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows at a time: which these are, and `[n, width]`."""
+    width, pool = table.width, table.pool
+    step = max(_PIECE_BYTES[pool.device.type] // (width * pool.itemsize), 1)
+    for first in range(0, table.num_rows, step):
+        last = min(first + step, table.num_rows)
+        piece = _read(pool, table.pages, table.start + first * width, (last - first) * width)
+        yield slice(first, last), piece.view(-1, width)
+
+
+def _read(pool: torch.Tensor, pages: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """So many elements of an adapter's flat array."""
+    page = pool.shape[1]
+    first, last = start // page, (start + count - 1) // page + 1
+    return pool.index_select(0, pages[first:last]).view(-1)[start - first * page :][:count]
+
+
 class _Tables:
-    """Reads tables of rows in an adapter's end pages."""
+    """The tables of an adapter's end pages."""
 
     def __init__(self, pages: tuple[int, ...], pool: torch.Tensor) -> None:
         """`pool`: `[num_pages, elements of a page]`."""
-        self._pages, self._pool, self._page = pages, pool, pool.shape[1]
-        (self._on_device,) = staged(pool.device, torch.tensor(pages, dtype=torch.int64))
+        self._pool = pool
+        (self._pages,) = staged(pool.device, torch.tensor(pages, dtype=torch.int64))
         self._token_ids: dict[PagedEnd, torch.Tensor] = {}
+
+    def table(self, start: int, num_rows: int, width: int) -> RowTable:
+        return RowTable(self._pool, self._pages, start, num_rows, width)
 
     def token_ids(self, end: PagedEnd) -> torch.Tensor:
         """Of its rows, ascending int64."""
         if end not in self._token_ids:
-            digits = self._read(end.token_ids, 3 * end.num_rows).view(3, -1).long()
+            digits = _read(self._pool, self._pages, end.token_ids, 3 * end.num_rows).view(3, -1).long()
             self._token_ids[end] = digits[0] + _ID_BASE * (digits[1] + _ID_BASE * digits[2])
         return self._token_ids[end]
 
-    def pieces(self, start: int, num_rows: int, width: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The rows from element `start` on, some at a time: which these are, and `[n, width]`."""
-        step = max(_PIECE_BYTES[self._pool.device.type] // (width * self._pool.itemsize), 1)
-        for first in range(0, num_rows, step):
-            last = min(first + step, num_rows)
-            yield slice(first, last), self._read(start + first * width, (last - first) * width).view(-1, width)
-
     def gather(self, start: int, rows: torch.Tensor, width: int) -> torch.Tensor:
         """These rows `[n, width]` of the table from element `start` on."""
-        run = gcd(self._page, width, start)  # elements, which never cross the end of a page
-        runs, per_row, per_page = self._pool.view(-1, run), width // run, self._page // run
+        page = self._pool.shape[1]
+        run = gcd(page, width, start)  # elements, which never cross the end of a page
+        runs, per_row, per_page = self._pool.view(-1, run), width // run, page // run
         within = torch.arange(per_row, device=rows.device)
 
         def of(some: torch.Tensor) -> torch.Tensor:
             places = (start // run + some.unsqueeze(1) * per_row + within).flatten()
-            pages = self._on_device[places // per_page]
+            pages = self._pages[places // per_page]
             return runs.index_select(0, pages * per_page + places % per_page).view(-1, width)
 
-        step = max(_MAX_RUNS // per_row, 1)
-        return torch.cat([of(some) for some in rows.split(step)])
-
-    def _read(self, start: int, count: int) -> torch.Tensor:
-        """So many elements from `start` on: a view where they lie in one page."""
-        first, last = start // self._page, (start + count - 1) // self._page + 1
-        if first + 1 == last:
-            whole = self._pool[self._pages[first]]
-        else:
-            whole = self._pool.index_select(0, self._on_device[first:last]).view(-1)
-        return whole[start - first * self._page :][:count]
+        return torch.cat([of(some) for some in rows.split(max(_MAX_RUNS // per_row, 1))])

@@ -11,9 +11,21 @@ from msgspec.structs import replace
 
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
-from . import embeddings
+from . import classification, embeddings
 from .anthropic import message_chat
 from .anthropic.message_form import MessageForm
+from .classification import (
+    ClassifyForm,
+    ClassifyPrompts,
+    HeadForm,
+    HeadPrompts,
+    PairPrompts,
+    RerankForm,
+    RerankPrompts,
+    ScoreForm,
+    classified_prompts,
+    paired_prompts,
+)
 from .embeddings import EmbeddingForm, EmbeddingPrompts, chosen_pooling
 from .generation.generation import Generation
 from .grammars.response_format import WantedGrammar
@@ -42,6 +54,8 @@ from .text.text import TextService
 
 R = TypeVar("R", bound=GenerationFields)
 C = TypeVar("C", bound=ChatRequest)
+H = TypeVar("H", bound=HeadPrompts)
+P = TypeVar("P", bound=PairPrompts)
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's; a chat may fill the context, or the pool
 
 
@@ -275,3 +289,56 @@ class Embeddings:
         return EmbeddingForm(
             parts.head.model, num_inputs, request.encoding_format, request.dimensions, is_normalised=is_normalised
         )
+
+
+class OfHead(Generic[H]):
+    """What all kinds of answers have in common that are made by an adapter's score head, without generated tokens."""
+
+    default_tokens: int | None = None
+    is_resumable = False
+
+    def max_prompts(self, max_sequences: int) -> int:
+        """The most prompts of a request; `max_sequences` of them are computed at once."""
+        return max(max_sequences, embeddings.MAX_INPUTS)
+
+    def check(self, request: H) -> None:
+        """What contradicts itself was refused as the body was translated."""
+
+
+class Classification(OfHead[ClassifyPrompts]):
+    schema = ClassifyPrompts
+    id_prefix = "classify-"
+    prompt_param = count_param = "input"
+    names: Mapping[str, str] = classification.NAMES
+
+    async def tokenize(
+        self, request: ClassifyPrompts, text: TextService, gang: GangInfo, template: str
+    ) -> PromptTokens:
+        return PromptTokens(await classified_prompts(request, text, gang), max_tokens=0, pooling="last")
+
+    def form(self, parts: FormParts[ClassifyPrompts]) -> HeadForm:
+        return ClassifyForm(parts.head, parts.request)
+
+
+class OfPairs(OfHead[P]):
+    prompt_param = count_param = "documents"
+    names: Mapping[str, str] = classification.PAIR_NAMES
+
+    async def tokenize(self, request: P, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
+        return PromptTokens(await paired_prompts(request, text, gang), max_tokens=0, pooling="last")
+
+
+class PairScores(OfPairs[PairPrompts]):
+    schema = PairPrompts
+    id_prefix = "score-"
+
+    def form(self, parts: FormParts[PairPrompts]) -> HeadForm:
+        return ScoreForm(parts.head, parts.request)
+
+
+class Reranking(OfPairs[RerankPrompts]):
+    schema = RerankPrompts
+    id_prefix = "rerank-"
+
+    def form(self, parts: FormParts[RerankPrompts]) -> HeadForm:
+        return RerankForm(parts.head, parts.request)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import cache, partial
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
-from msgspec import UNSET, Meta
+from msgspec import UNSET, Meta, structs
 from starlette.requests import Request
 
 from ..adapters.adapter import AdapterVersion
@@ -19,11 +19,13 @@ from ..workers.wire.messages import GangInfo, SamplingParams, TokenRules
 from .answer_kinds import (
     AnswerKind,
     Chat,
+    Classification,
     Embeddings,
     FormParts,
     MessageBlocks,
-    OfChat,
+    PairScores,
     PromptTokens,
+    Reranking,
     ResponseItems,
     TextCompletion,
 )
@@ -33,8 +35,22 @@ from .batches.line_call import LINE_ROOM, ReservedRoom, is_line
 from .batches.stored_responses import StoredResponses
 from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import max_body_bytes, refuse_unsupported
+from .classification import (
+    ClassifiedList,
+    ClassifyRequest,
+    HeadForm,
+    HeadPrompts,
+    RerankAnswer,
+    RerankRequest,
+    ScoreHeads,
+    ScoreList,
+    ScoreRequest,
+    check_classifier,
+    generates_no_text,
+    num_inputs,
+)
 from .config import CurrentConfig
-from .embeddings import EmbeddingList, EmbeddingsRequest
+from .embeddings import EmbeddingList, EmbeddingPrompts, EmbeddingsRequest
 from .fleet.dispatch import Dispatcher
 from .generation.choice import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
@@ -75,12 +91,12 @@ from .openai.sampling_params import (
     token_rules,
     with_best_of,
 )
+from .pauses import Pauses
 from .responses.response_form import ResponseForm
 from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
 from .tenancy.account import Accounts, AnswerRequest
-from .text.adapter_templates import AdapterTemplates
+from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
-from .training_api import Pauses
 from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter, templates_of
 
@@ -167,9 +183,34 @@ _STORED_ERRORS: Final = ("response_not_found", "insufficient_quota", "insufficie
 _CHAT: Final = Chat()
 _TEXT_COMPLETION: Final = TextCompletion()
 _EMBEDDINGS: Final = Embeddings()
+_CLASSIFICATION: Final = Classification()
+_PAIR_SCORES: Final = PairScores()
+_RERANKING: Final = Reranking()
 _RESPONSE: Final = ResponseItems()
 _MESSAGE: Final = MessageBlocks(MessageChat)
 _TOKEN_COUNT: Final = MessageBlocks(CountedChat)
+_HEAD_ROUTE: Final[dict[str, Any]] = {"scope": "infer", "reads_body": True, "needs_registry": False}
+_CLASSIFY: Final[dict[str, Any]] = _HEAD_ROUTE | {
+    "summary": "Classify texts, or a chat, by an adapter with a score head.",
+    "body": ClassifyRequest,
+    "answers": {200: ClassifiedList},
+    "names": _CLASSIFICATION.names,
+    "errors": ("invalid_messages", *_ERRORS),
+}
+_SCORE: Final[dict[str, Any]] = _HEAD_ROUTE | {
+    "summary": "Score pairs of texts.",
+    "body": ScoreRequest,
+    "answers": {200: ScoreList},
+    "names": _PAIR_SCORES.names,
+    "errors": _ERRORS,
+}
+_RERANK: Final[dict[str, Any]] = _HEAD_ROUTE | {
+    "summary": "Order documents by their relevance to a query.",
+    "body": RerankRequest,
+    "answers": {200: RerankAnswer},
+    "names": _RERANKING.names,
+    "errors": _ERRORS,
+}
 BACKGROUND_TIER = "flex"  # OpenAI's service_tier for requests that may wait
 
 
@@ -181,7 +222,8 @@ class CompletionsApi:
         dispatcher: Dispatcher,
         view: RegistryView,
         text: TextService,
-        templates: AdapterTemplates,
+        texts: AdapterTexts,
+        heads: ScoreHeads,
         metrics: Metrics,
         accounts: Accounts,
         bodies: BodyReader,
@@ -196,7 +238,7 @@ class CompletionsApi:
         self._base = base
         self._dispatcher = dispatcher
         self._view = view
-        self._text, self._templates = text, templates
+        self._texts, self._heads = texts, heads
         self._metrics = metrics
         self._accounts = accounts
         self._shadows, self._responses, self._pauses = shadows, responses, pauses
@@ -269,6 +311,25 @@ class CompletionsApi:
     async def embed(self, http: Request, identity: Identity) -> GenerationResponse:
         return await self._answer(http, identity, _EMBEDDINGS)
 
+    @route("POST", "/classify", **_CLASSIFY)
+    @route("POST", "/v1/classify", **_CLASSIFY)
+    async def classify(self, http: Request, identity: Identity) -> GenerationResponse:
+        """`LABEL_0` and so on are the rows of the adapter's score head."""
+        return await self._answer(http, identity, _CLASSIFICATION)
+
+    @route("POST", "/score", **_SCORE)
+    @route("POST", "/v1/score", **_SCORE)
+    async def score(self, http: Request, identity: Identity) -> GenerationResponse:
+        """By an adapter whose score head has one label."""
+        return await self._answer(http, identity, _PAIR_SCORES)
+
+    @route("POST", "/rerank", **_RERANK)
+    @route("POST", "/v1/rerank", **_RERANK)
+    @route("POST", "/v2/rerank", **_RERANK)
+    async def rerank(self, http: Request, identity: Identity) -> GenerationResponse:
+        """As Jina's and Cohere's APIs do, by an adapter whose score head has one label."""
+        return await self._answer(http, identity, _RERANKING)
+
     @route(
         "POST",
         "/v1/messages",
@@ -309,7 +370,7 @@ class CompletionsApi:
             version = choose_version(await self._base.adapter(identity, request.model), request, identity).version
             record.model = request.model
             self._check(request, _TOKEN_COUNT)
-            gang, text = await self._base.gang(), await self._templates.text(identity.name, version)
+            gang, text = await self._base.gang(), await self._texts.text(identity.name, version)
             prompts = await _TOKEN_COUNT.tokenize(request, text, gang, "")
             self._leave_out(record, request, prompts, _TOKEN_COUNT)
         return message_chat.TokenCount(len(prompts.token_lists[0]))
@@ -333,9 +394,17 @@ class CompletionsApi:
             choice = choose_version(await self._base.adapter(identity, request.model), request, identity)
             record.model = request.model
             self._check(request, kind)
+            if isinstance(request, HeadPrompts):
+                await self._heads.check(identity.name, check_classifier(choice.version, request))
+            elif choice.version is not None and choice.version.num_labels and not isinstance(request, EmbeddingPrompts):
+                raise generates_no_text(choice.version, request.model)
             gang = await self._base.gang()
             for rendering in [choice.version] if position is None else choice.renderings():
-                prompts, generation = await self._rendered(request, kind, identity, rendering, gang, record.request_id)
+                text = await self._texts.text(identity.name, rendering)
+                of_version = (request, gang) if text.end_id is None else with_end(request, gang, text.end_id)
+                prompts, generation = await self._rendered(
+                    *of_version, kind, identity, rendering, text, record.request_id
+                )
                 limit = gang.max_model_len
                 if answer := await answer_id(kind.id_prefix, generation, position, choice, rendering, limit):
                     response_id, choice = answer
@@ -362,9 +431,12 @@ class CompletionsApi:
         room: ReservedRoom | None = http.scope.get(LINE_ROOM)  # of a batch's line
         if room is not None:
             num_repeated = int(http.headers["content-length"])  # responses show fields of their requests
-            await room.reserve(num_repeated + max_answer_bytes(generation, gang.max_model_len, gang.hidden_size))
+            num_numbers = (
+                gang.hidden_size if choice.version is None else max(gang.hidden_size, choice.version.num_labels)
+            )
+            await room.reserve(num_repeated + max_answer_bytes(generation, gang.max_model_len, num_numbers))
         share = LoopShare()
-        running = Generation(generation, self._dispatcher, self._text, self._metrics, started_at, self._turns)
+        running = Generation(generation, self._dispatcher, text, self._metrics, started_at, self._turns)
         await share.pause()
         account = await self._accounts.open(
             AnswerRequest(
@@ -385,13 +457,18 @@ class CompletionsApi:
         )
         if self._shadows is not None:
             self._shadows.send(choice, generation, head.id, identity)
-        form = kind.form(FormParts(head, request, prompts, self._text, style, running))
+        form = kind.form(FormParts(head, request, prompts, text, style, running))
+        complete: Callable[[Usage], Awaitable[None]] | None = None
+        if responses is not None:
+            complete = partial(_keep, responses, identity, request, head, form)
+        elif isinstance(form, HeadForm) and choice.version is not None:
+            complete = partial(self._heads.apply, identity.name, choice.version, form)
         response = GenerationResponse(
             running,
             form,
             self._metrics,
             account,
-            None if responses is None else partial(_keep, responses, identity, request, head, form),
+            complete,
             None if room is None else room.max_answer_bytes,
         )
         if version is not None:
@@ -401,16 +478,14 @@ class CompletionsApi:
     async def _rendered(
         self,
         request: R,
+        gang: GangInfo,
         kind: AnswerKind[R],
         identity: Identity,
         version: AdapterVersion | None,
-        gang: GangInfo,
+        text: TextService,
         request_id: str,
     ) -> tuple[PromptTokens, GenerationRequest]:
-        """The prompts, and what to generate after them, by this version's templates, with the base as model."""
-        text = self._text.of(identity.name)
-        if isinstance(kind, OfChat) and version is not None and version.chat_template:
-            text = await self._templates.text(identity.name, version)
+        """The prompts, and what to generate after them, in this version's `text`, with the base as model."""
         prompts = await kind.tokenize(request, text, gang, "" if version is None else version.response_template)
         response_grammar = prompts.grammar
         has_form, thinking = response_grammar is not None, prompts.thinking
@@ -449,7 +524,11 @@ class CompletionsApi:
         limit = self._config.now.max_sequences_per_request
         limit = max(limit, kind.max_prompts(limit))
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
-        num_prompts = count_prompts(request) if isinstance(request, CompletionRequest) else 1
+        num_prompts = 1
+        if isinstance(request, HeadPrompts):
+            num_prompts = num_inputs(request)
+        elif isinstance(request, CompletionRequest):
+            num_prompts = count_prompts(request)
         num_sequences = num_prompts * max(request.n or 1, request.best_of or 1)
         if num_sequences > limit:
             message = f"prompts times {field} are {num_sequences} sequences: at most {limit} are accepted."
@@ -495,6 +574,15 @@ async def _keep(
     """Stores an answer of `/v1/responses`."""
     assert isinstance(request, ResponseChat) and isinstance(form, ResponseForm)
     await responses.add(identity, head.id, request.items, form.final(usage))
+
+
+def with_end(request: R, gang: GangInfo, end_id: int) -> tuple[R, GangInfo]:
+    """The same where this token ends answers, as do the model's own."""
+    if request.ignore_eos or end_id in gang.eos_token_ids:
+        return request, gang
+    stops = [*(request.stop_token_ids or ()), end_id]
+    extended = structs.replace(gang, eos_token_ids=(*gang.eos_token_ids, end_id))
+    return structs.replace(request, stop_token_ids=stops), extended
 
 
 def _generation(

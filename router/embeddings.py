@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 from msgspec import Meta
-from starlette.responses import Response
 
 from ..workers.wire.messages import GangInfo
 from ..workers.wire.prompt_scores import FLOAT, FLOAT_BYTES, Pooling, unpacked_vector
 from .generation.choice import Delta
 from .generation.usage import Usage
-from .http.errors import ApiError, invalid_value, unsupported
+from .http.errors import invalid_value, unsupported
+from .openai.answer_form import UnstreamedForm
 from .openai.chat_prompt import count_prompts
 from .openai.request_schema import MAX_TIMEOUT_S, CompletionRequest, Count
 from .text.model_tokenizer import OwnPooling
@@ -73,7 +73,7 @@ class Embedding(msgspec.Struct, frozen=True):
     object: Literal["embedding"] = "embedding"
 
 
-class EmbeddingUsage(msgspec.Struct, frozen=True):
+class PromptUsage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     total_tokens: int
 
@@ -81,7 +81,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 class EmbeddingList(msgspec.Struct, frozen=True):
     data: list[Embedding]
     model: str
-    usage: EmbeddingUsage
+    usage: PromptUsage
     object: Literal["list"] = "list"
 
 
@@ -148,10 +148,8 @@ _NO_DATA: Final = b'"data":[]'
 _encode: Final = msgspec.json.Encoder().encode
 
 
-class EmbeddingForm:
-    """An `AnswerForm`, which is never streamed."""
-
-    is_stream = False
+class EmbeddingForm(UnstreamedForm):
+    """An `AnswerForm`."""
 
     def __init__(
         self, model: str, num_inputs: int, style: EncodingFormat, dimensions: int | None, *, is_normalised: bool
@@ -165,8 +163,8 @@ class EmbeddingForm:
         self._vectors[index] = None if delta.embedding is None else delta.embedding[:num_bytes]
 
     def document(self, usage: Usage) -> Iterator[bytes]:
-        embedding_usage = EmbeddingUsage(usage.prompt_tokens, usage.prompt_tokens)
-        before, after = _encode(EmbeddingList([], self._model, embedding_usage)).split(_NO_DATA, 1)
+        prompt_usage = PromptUsage(usage.prompt_tokens, usage.prompt_tokens)
+        before, after = _encode(EmbeddingList([], self._model, prompt_usage)).split(_NO_DATA, 1)
         yield before + b'"data":['
         for index, vector in enumerate(self._vectors):
             if vector is None:
@@ -174,28 +172,9 @@ class EmbeddingForm:
             yield (b"," if index else b"") + _encode(Embedding(index, self._components(vector)))
         yield b"]" + after
 
-    def opening(self, usage: Usage, *, is_over: bool) -> Iterable[bytes]:
-        _never()
-
-    def delta(self, index: int, delta: Delta) -> bytes:
-        _never()
-
-    def ending(self, usage: Usage) -> bytes:
-        _never()
-
-    def failure(self, error: ApiError) -> bytes:
-        _never()
-
-    def refusal(self, error: ApiError) -> Response:
-        return error.response()
-
     def _components(self, vector: bytes) -> list[float] | str:
         numbers = unpacked_vector(vector).astype(np.float64)
         if self._is_normalised and (length := np.linalg.norm(numbers)):
             numbers /= length
         components = numbers.astype(FLOAT)
         return b64encode(components.tobytes()).decode() if self._style == "base64" else components.tolist()
-
-
-def _never() -> NoReturn:
-    raise AssertionError("embeddings are never streamed")

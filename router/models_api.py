@@ -32,7 +32,7 @@ from .openai.answer_schema import Model
 from .openai.chat_prompt import chat_prompt
 from .openai.request_schema import DetokenizeAnswer, DetokenizeRequest, ServerVersion, TokenizeAnswer, TokenizeRequest
 from .openai.sampling_params import check_num_tokens, check_text, check_token_ids, num_kept
-from .text.adapter_templates import AdapterTemplates
+from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
 from .versions.version_choice import BaseModel, choose_version
 
@@ -128,9 +128,9 @@ class TokenizeApi:
         base: BaseModel,
         bodies: BodyReader,
         text: TextService,
-        templates: AdapterTemplates,
+        texts: AdapterTexts,
     ) -> None:
-        self._config, self._base, self._bodies, self._text, self._templates = config, base, bodies, text, templates
+        self._config, self._base, self._bodies, self._texts = config, base, bodies, texts
 
     @route("GET", "/version", scope="infer", summary="The version of this motet.")
     async def version(self, request: Request, identity: Identity) -> ServerVersion:
@@ -152,11 +152,11 @@ class TokenizeApi:
         async with self._open(http, identity, TokenizeRequest) as request:
             current = await self._current(http, identity, request.model)
             refuse_unsupported(request)
-            gang, text = await self._base.gang(), self._text.of(identity.name)
+            version = choose_version(current, request, identity).version
+            gang, text = await self._base.gang(), await self._texts.text(identity.name, version)
             if request.prompt is None and not request.messages:
                 raise invalid_value("prompt", "a prompt or messages are needed.")
             if request.prompt is None:
-                text = await self._templates.text(identity.name, choose_version(current, request, identity).version)
                 token_ids = (await chat_prompt(request, text, gang)).token_ids
             elif request.messages:
                 raise invalid_value("prompt", "it cannot be combined with messages.")
@@ -171,7 +171,7 @@ class TokenizeApi:
         answer = bytearray(_encode({"count": len(token_ids), "max_model_len": gang.max_model_len})[:-1])
         answer += b',"tokens":' + await _listed(token_ids)
         if request.return_token_strs:
-            answer += b',"token_strs":' + await _listed(token_ids, self._text)
+            answer += b',"token_strs":' + await _listed(token_ids, text)
         return Response(bytes(answer + b"}"), media_type="application/json")
 
     @route(
@@ -188,12 +188,15 @@ class TokenizeApi:
     async def detokenize(self, http: Request, identity: Identity) -> Response:
         """The text, including that of special tokens."""
         async with self._open(http, identity, DetokenizeRequest) as request:
-            await self._current(http, identity, request.model)
+            current = await self._current(http, identity, request.model)
             gang = await self._base.gang()
             check_num_tokens(len(request.tokens), gang, "tokens")
             check_token_ids(request.tokens, gang.vocab_size, "tokens")
             tokens = [request.tokens]
-            (text,) = await self._text.of(identity.name).decode_all(tokens, skip_special_tokens=False)
+            of_model = await self._texts.text(
+                identity.name, choose_version(current, TokenizeRequest(model=request.model), identity).version
+            )
+            (text,) = await of_model.decode_all(tokens, skip_special_tokens=False)
         return Response(_encode(DetokenizeAnswer(text)), media_type="application/json")
 
     def _open(self, http: Request, identity: Identity, kind: type[R]) -> AbstractAsyncContextManager[R]:

@@ -21,6 +21,7 @@ from .administration.tenants_api import LimitsApi, TenantsApi, UsersApi
 from .batches.batches import Batches
 from .batches.schema import Endpoint as LineRoute
 from .bodies.body_reader import BodyReader
+from .classification import ScoreHeads
 from .completions_api import CompletionsApi
 from .config import CurrentConfig
 from .endpoint import Cors, Endpoint, EndpointRoute, RegistryOutages
@@ -35,11 +36,12 @@ from .metrics import Metrics
 from .models_api import ModelsApi, TokenizeApi
 from .openapi_document import OpenApi
 from .operations_api import OperationsApi, Readiness
+from .pauses import PauseApi, Pauses
 from .tenancy.account import Accountant, Accounts
 from .tenancy.quotas import Quotas
-from .text.adapter_templates import AdapterTemplates
+from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
-from .training_api import PauseApi, Pauses, TrainingApi
+from .training_api import TrainingApi
 from .uploads.adapters_api import AdaptersApi
 from .uploads.lora_adapters_api import LoraAdaptersApi
 from .versions.canary_book import CanaryBook
@@ -94,17 +96,18 @@ def create_app(
     shadows = None if canaries is None else ShadowSender(dispatcher, text, canaries, accounts)
     counts = None if canaries is None else canaries.counts
     bodies = BodyReader(config.now.max_held_body_bytes, metrics)
-    templates = AdapterTemplates(text, uploads.chat_template)
-    adapters = AdaptersApi(config, uploads, metrics, text, base_names, templates, quotas)
+    texts = AdapterTexts(text, uploads.own_text)
+    adapters = AdaptersApi(config, uploads, metrics, text, base_names, texts, quotas)
     responses = None if batches is None else batches.responses
     authenticator, access_log = Authenticator(view, OperatorKey.of(operator_key), tokens), AccessLog(config)
     pauses = None if administration is None else Pauses(view, dispatcher, authenticator)
     apis: list[object] = [
         CompletionsApi(
-            config, base, dispatcher, view, text, templates, metrics, accounts, bodies, shadows, responses, pauses
+            *(config, base, dispatcher, view, text, texts, ScoreHeads(uploads.score_head)),
+            *(metrics, accounts, bodies, shadows, responses, pauses),
         ),
         ModelsApi(base, view),
-        TokenizeApi(config, base, bodies, text, templates),
+        TokenizeApi(config, base, bodies, text, texts),
         adapters,
         LoraAdaptersApi(config, adapters),
         VersionsApi(uploads, counts),

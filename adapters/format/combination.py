@@ -82,6 +82,8 @@ def combine(
             "trained rows of embed_tokens or lm_head (modules_to_save, trainable_token_indices, a saved embedding) "
             "stand in place of the base's, and cannot be combined: LoRA of these can"
         )
+    if any(content.head is not None for content in contents):
+        raise AdapterInvalid("score heads cannot be combined: combine adapters without task_type SEQ_CLS")
     start = hashlib.sha256(msgspec.json.encode(combination.parts)).digest()
     generator = np.random.Generator(np.random.PCG64(int.from_bytes(start, "little")))
     max_rank = max(lora.rank for content in contents for lora in content.matrices.values())

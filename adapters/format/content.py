@@ -19,6 +19,7 @@ from ..adapter import (
     packing_order,
 )
 from .products import ProductMatrices
+from .score_head import ScoreHead
 from .tensor_file import DTYPE_NAMES, Tensor, tensor_bytes
 
 
@@ -97,6 +98,7 @@ class AdapterContent:
     outputs: Mapping[tuple[int, str], OutputVectors] = field(default_factory=dict)
     outputs_source: str = ""
     token_rows: Mapping[str, TokenRows] = field(default_factory=dict)
+    head: ScoreHead | None = None  # of a sequence classifier
 
     @cached_property
     def module_ranks(self) -> dict[str, int]:
@@ -111,12 +113,15 @@ class AdapterContent:
         tensors = [tensor for lora in self.matrices.values() for tensor in lora.tensors.values()]
         tensors += [tensor for vectors in self.outputs.values() for tensor in (vectors.gain, vectors.shift)]
         of_rows = {id(rows): rows.num_bytes for rows in self.token_rows.values()}
-        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + sum(of_rows.values())
+        of_head = 0 if self.head is None else self.head.num_bytes
+        return sum({id(tensor): tensor.nbytes for tensor in tensors}.values()) + sum(of_rows.values()) + of_head
 
     @cached_property
     def digest(self) -> str:
         """SHA-256, hex: equal for two uploads exactly when scalings, targets, invocation, tensors and dtypes are."""
         hasher = sha256(b"motet adapter 1\n")
+        for part in () if self.head is None else self.head.identity():
+            hasher.update(part)
         if self.invocation_token_ids:
             hasher.update(json.dumps(["invocation", *self.invocation_token_ids]).encode() + b"\n")
         if self.outputs_source:

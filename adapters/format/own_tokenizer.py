@@ -1,6 +1,8 @@
-"""The tokenizer in an adapter's folder. Its chat template is served; else it is only compared with the base's.
+"""The tokenizer in an adapter's folder: what it says, and what of it is served with the adapter.
 
-A client sends these, which are small, and not the files. Of a folder of the server the router reads it.
+Its vocabulary is compared with the base's, and is not served. What differs from the base is: the tokens that it adds,
+its chat template, and the token that ends its answers. A client sends these, which are small, and not the files. Of a
+folder of the server the router reads it.
 """
 
 from __future__ import annotations
@@ -8,35 +10,94 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from ..errors import AdapterInvalid
 from .strict_json import parse_object
 
 TEMPLATE_FILE: Final = "chat_template.jinja"
 _ADDED_FILE, FAST_FILE, _CONFIG_FILE = "added_tokens.json", "tokenizer.json", "tokenizer_config.json"
+_SPECIAL_FILE: Final = "special_tokens_map.json"
 _TEMPLATES_FOLDER: Final = "additional_chat_templates"
 TOKENIZER_FILES: Final = (
     _ADDED_FILE,
     TEMPLATE_FILE,
     "chat_template.json",
     "merges.txt",
-    "special_tokens_map.json",
+    _SPECIAL_FILE,
     FAST_FILE,
     "tokenizer.model",
     _CONFIG_FILE,
     "vocab.json",
 )
+# How a tokenizer finds an added token in a text, as transformers and tokenizers name it.
+TokenFlag = Literal["special", "normalized", "lstrip", "rstrip", "single_word"]
+FLAGS: Final[tuple[TokenFlag, ...]] = ("special", "normalized", "lstrip", "rstrip", "single_word")
+_ORDINARY: Final[tuple[TokenFlag, ...]] = ("normalized",)  # as `add_tokens` adds a text
+_END: Final = "eos_token"
+# Where a config names tokens, which are special then.
+_NAMES: Final = (_END, *(f"{name}_token" for name in ("bos", "unk", "sep", "pad", "cls", "mask")))
+_LISTS_OF_NAMES: Final = ("additional_special_tokens", "extra_special_tokens")
 
 
 class OwnTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the tokenizer in an adapter's folder says."""
+
     added_tokens: Mapping[str, int] = {}  # ids by text, beside the ordinary vocabulary
     chat_template: str = ""  # its `template_digest`; empty: it has none
+    flags: Mapping[str, tuple[TokenFlag, ...]] = {}  # of added tokens that have some
+    end_token: str = ""  # its `eos_token`; empty: it names none
 
 
 NO_TOKENIZER: Final = OwnTokenizer()
+
+
+class OwnToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A token that an adapter's tokenizer has, and the base's has not, or has under another name."""
+
+    id: Annotated[int, Meta(ge=0)]
+    text: Annotated[str, Meta(min_length=1)]
+    flags: tuple[TokenFlag, ...] = ()
+
+
+_HEADER: Final = b"motet own text 1\n"
+
+
+class OwnText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How an adapter's texts are read and written, where that is not the base's way."""
+
+    chat_template: str = ""
+    tokens: tuple[OwnToken, ...] = ()  # by id
+    end_token: str = ""  # it ends answers, as do the base's
+
+    def encode(self) -> bytes:
+        """A chat template alone is stored as it is, as it was before there was more."""
+        if not self.tokens and not self.end_token and not self.chat_template.encode().startswith(_HEADER):
+            return self.chat_template.encode()
+        return _HEADER + msgspec.json.encode(self)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256, hex, of what it makes of texts.
+
+        >>> OwnText("{{ a }}").digest == template_digest("{{ a }}")
+        True
+        """
+        return template_digest(self.encode().decode())
+
+    @classmethod
+    def decode(cls, data: bytes, digest: str) -> OwnText:
+        """What `encode` wrote. Raises ValueError for damaged data."""
+        text = data.decode()
+        if template_digest(text) != digest:
+            raise ValueError(f"its digest is not {digest}")
+        return msgspec.json.decode(data[len(_HEADER) :], type=cls) if data.startswith(_HEADER) else cls(text)
+
+
+NO_OWN_TEXT: Final = OwnText()
 
 
 def template_digest(template: str) -> str:
@@ -54,7 +115,7 @@ def tokenizer_files(folder: Path) -> list[str]:
 
 
 def read_own_tokenizer(folder: Path) -> tuple[OwnTokenizer, str]:
-    """What the folder's tokenizer adds, and the source of its chat template; empty: it has none.
+    """What the folder's tokenizer says, and the source of its chat template; empty: it has none.
 
     Raises AdapterInvalid, which names the file, for one that cannot be read.
     """
@@ -71,7 +132,7 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> tuple[OwnT
 
     >>> files = {"added_tokens.json": b'{"<tool>": 7}', "chat_template.jinja": b"{{ messages }}"}
     >>> own_tokenizer(files.get, "pirate")
-    (OwnTokenizer(added_tokens={'<tool>': 7}, chat_template='f24189f...'), '{{ messages }}')
+    (OwnTokenizer(added_tokens={'<tool>': 7}, chat_template='f24189f...', flags=..., end_token=''), '{{ messages }}')
     """
 
     def object_of(name: str) -> dict[str, Any]:
@@ -79,13 +140,30 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> tuple[OwnT
         return {} if data is None else parse_object(data, name)
 
     config = object_of(_CONFIG_FILE)
-    added: dict[str, Any] = {**object_of(_ADDED_FILE)}
     try:
-        added |= {token["content"]: int(number) for number, token in config.get("added_tokens_decoder", {}).items()}
-        added |= {token["content"]: token["id"] for token in object_of(FAST_FILE).get("added_tokens", [])}
+        added: dict[str, Any] = {**object_of(_ADDED_FILE)}
+        flags = dict.fromkeys(added, _ORDINARY)
+        described = [(int(number), token) for number, token in config.get("added_tokens_decoder", {}).items()]
+        described += [(token["id"], token) for token in object_of(FAST_FILE).get("added_tokens", [])]
+        for number, token in described:
+            added[token["content"]] = number
+            flags[token["content"]] = tuple(flag for flag in FLAGS if token.get(flag, False))
+        config_of_names = {**object_of(_SPECIAL_FILE), **config}
+        named = [config_of_names.get(name) or "" for name in _NAMES]
+        for key in _LISTS_OF_NAMES:
+            listed = config_of_names.get(key) or ()
+            named += listed.values() if isinstance(listed, dict) else listed
+        texts = [each["content"] if isinstance(each, dict) else each for each in named]
+        for text in added.keys() & {*texts}:
+            flags[text] = tuple(flag for flag in FLAGS if flag == "special" or flag in flags[text])
         template = _template(read(TEMPLATE_FILE), config)
-        digest = template_digest(template) if template else ""
-        return msgspec.convert({"added_tokens": added, "chat_template": digest}, OwnTokenizer), template
+        facts = {
+            "added_tokens": added,
+            "chat_template": template_digest(template) if template else "",
+            "flags": {text: some for text, some in flags.items() if some},
+            "end_token": texts[0],
+        }
+        return msgspec.convert(facts, OwnTokenizer), template
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         message = f"the tokenizer in {where} cannot be read ({error}): save it again, or remove it"
         raise AdapterInvalid(message) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..adapter import EMBEDDING, EXPERT_MODULES, HEAD, MAX_RANK, OUTER, OUTER_MODULES, PATHS
 from ..errors import AdapterInvalid, quote
+from .score_head import SEQ_CLS, without_head
 from .strict_json import parse_object
 
 # Every field of PEFT's LoraConfig and of the configs of KINDS, as computed, harmless, or refused.
@@ -55,7 +56,7 @@ HARMLESS: Mapping[str, str] = {
     "qalora_group_size": "read where use_qalora is set, which is refused",
     "revision": "which revision of the base it was",
     "runtime_config": "where PEFT computes",
-    "task_type": "which head the base had; heads that were trained are in modules_to_save, which is refused",
+    "task_type": "which head the base had: score_head.py compares it with modules_to_save",
     "velora_config": "how gradients were kept in training; the forward pass reads none of its tensors",
 }
 PLAIN_INITIALISATIONS = ("true", "false", "gaussian", "orthogonal", "eva", "mica")  # those that do not change the base
@@ -236,6 +237,7 @@ _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes suc
     ("lora_B.bias", "lora_bias"),
     ("embed_tokens", "training of embed_tokens in this way"),
     ("lm_head", "training of lm_head in this way"),
+    ("model.score.", "a head other than that of a sequence classifier (task_type SEQ_CLS)"),
     (".bias", "a trained bias of what is no linear (bias)"),
 )
 
@@ -258,6 +260,8 @@ class LoraConfig:
     use_dora: bool = False
     lora_bias: bool = False
     has_biases: bool = False  # the file has trained biases of the base
+    is_classifier: bool = False  # its task_type is SEQ_CLS
+    names_head: bool = False  # its modules_to_save do
     num_blocks: int = 1  # of matrices that are block-diagonal (BD-LoRA)
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA; empty: it is a plain one
     modules_to_save: tuple[str, ...] = ()
@@ -273,9 +277,9 @@ class LoraConfig:
 
 def parse_config(data: bytes) -> LoraConfig:
     """The config in `data`. Raises AdapterInvalid, which names the key, for everything that is not computed."""
-    config = parse_object(data, CONFIG_FILE)
+    config, names_head = without_head(parse_object(data, CONFIG_FILE))
     unknown = refuse_fields(config)
-    kind = config["peft_type"]
+    kind, is_classifier = config["peft_type"], config.get("task_type") == SEQ_CLS
     config = {key: value for key, value in config.items() if key in KINDS[kind]}
     alpha_key = "alpha" if kind in (LOHA, LOKR) else "lora_alpha"
     _refuse_together(config)
@@ -299,6 +303,8 @@ def parse_config(data: bytes) -> LoraConfig:
         use_dora=_flag(config, "use_dora"),
         lora_bias=_flag(config, "lora_bias"),
         has_biases=_has_biases(config),
+        is_classifier=is_classifier,
+        names_head=names_head,
         num_blocks=_num_blocks(config.get("use_bdlora")),
         invocation_token_ids=_invocation(config.get("alora_invocation_tokens")),
         modules_to_save=_modules_to_save(config),

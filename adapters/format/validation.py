@@ -51,6 +51,7 @@ from .peft import (
     unwrapped,
 )
 from .products import SHARED, ProductMatrices, check_product, expected_tensors
+from .score_head import check_head, head_names, read_head
 from .targets import (
     PatternTime,
     Target,
@@ -296,7 +297,10 @@ def validate(
     fused = {} if shape.experts is None else shape.experts.fused
     targets |= {key: parameters.pop(key) for key in [*parameters] if key[1] not in fused}
     of_vision = {name for name in file.entries if shape.is_wrapped and is_of_vision(name)}
-    of_text = [name for name in file.entries if name not in of_vision and not is_of_training(name)]
+    of_head = head_names(file.entries) if parsed.is_classifier else []
+    check_head(of_head, file.entries, shape, is_named=parsed.names_head)
+    elsewhere = of_vision.union(of_head)
+    of_text = [name for name in file.entries if name not in elsewhere and not is_of_training(name)]
     end_tensors = match_end_tensors(filter(parse_end_name, of_text), parsed, targets, file, shape, prefix)
     of_text = [name for name in of_text if parse_end_name(name) is None]
     _check_end_targets(parsed, targets)
@@ -372,6 +376,7 @@ def validate(
         outputs,
         source_digest(vector_arrays),
         gathered(rows, scratch or tensors.parent),
+        head=read_head(file, of_head),
     )
 
 

@@ -89,7 +89,8 @@ class _Facts(msgspec.Struct):
     base: str = ""  # none in records from before it was kept
     response_template: str = ""
     invocation_token_ids: tuple[int, ...] = ()
-    chat_template: str = ""
+    own_text: str = msgspec.field(default="", name="chat_template")  # which it was at first
+    num_labels: int = 0
     revision: int = 0  # none in records from before versions had a history: those are older than all others
     rollout: msgspec.Raw = msgspec.Raw()
 
@@ -112,8 +113,10 @@ def encode_facts(adapter: AdapterVersion) -> str:
         facts["response_template"] = adapter.response_template
     if adapter.invocation_token_ids:
         facts["invocation_token_ids"] = adapter.invocation_token_ids
-    if adapter.chat_template:
-        facts["chat_template"] = adapter.chat_template
+    if adapter.own_text:
+        facts["chat_template"] = adapter.own_text
+    if adapter.num_labels:
+        facts["num_labels"] = adapter.num_labels
     if adapter.rollout:
         facts["rollout"] = msgspec.Raw(adapter.rollout)
     return msgspec.json.encode(facts).decode()[1:]
@@ -136,7 +139,8 @@ def decode_adapter(field: str, record: str) -> AdapterVersion:
         base=sys.intern(facts.base),
         response_template=sys.intern(facts.response_template),
         invocation_token_ids=facts.invocation_token_ids,
-        chat_template=facts.chat_template,
+        own_text=facts.own_text,
+        num_labels=facts.num_labels,
         revision=facts.revision,
         rollout=bytes(facts.rollout),
     )

@@ -55,7 +55,8 @@ class NameRecords:
         base: str = "",
         response_template: str = "",
         invocation_token_ids: tuple[int, ...] = (),
-        chat_template: str = "",
+        own_text: str = "",
+        num_labels: int = 0,
         activate: bool = True,
         must_be_new: bool = False,
         note: VersionNote | None = None,
@@ -63,7 +64,7 @@ class NameRecords:
         entry: AuditEntry | None = None,
         bounds: Sequence[StorageBound] = (),
     ) -> tuple[AdapterVersion, AdapterVersion, bool]:
-        """The version that has this digest and these templates, the name's current version, and whether this is new.
+        """The version that has this digest and these forms, the name's current version, and whether this is new.
 
         The current version with the same three is taken for the same upload; where the new one would not be current,
         any version of the name is. Raises VersionRefused for the first version of a name that is not to be current,
@@ -81,12 +82,12 @@ class NameRecords:
                 raise NameTaken(f"there is an adapter {quote(name)} already")
             if state is not None:
                 candidates = [state.current] if activate else [state.current, *versions_of(state.current)]
-                identity = digest, response_template, chat_template
+                identity = digest, response_template, own_text
                 same = next(
                     (
                         candidate
                         for candidate in candidates
-                        if (candidate.digest, candidate.response_template, candidate.chat_template) == identity
+                        if (candidate.digest, candidate.response_template, candidate.own_text) == identity
                     ),
                     None,
                 )
@@ -94,7 +95,7 @@ class NameRecords:
                     return state, last_version, same
             version = last_version + 1
             facts = (digest, module_ranks, num_bytes, now, packed_bytes, base, response_template, invocation_token_ids)
-            upload = AdapterVersion(tenant, name, version, *facts, chat_template)
+            upload = AdapterVersion(tenant, name, version, *facts, own_text, num_labels)
             return with_upload(state, upload, new_note, activate=activate, now=now), version, None
 
         state, duplicate, version = await self._change(f"{tenant}/{name}", add, entry, admission, new_note.user, bounds)

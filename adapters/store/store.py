@@ -11,6 +11,7 @@ root/
     ├── adapter_model.safetensors   the tensors as uploaded, under PEFT's names; vectors of outputs, each with a CRC-32
     ├── manifest.json               scaling of each module of each layer, and of what it is a product; how many experts;
     │                               which tokens have rows of their own in the embedding and the head
+    ├── score_head.safetensors      of a sequence classifier: its head, each tensor with a CRC-32
     ├── <layout key>.packed         pages, ready to be loaded; can be made again from the two above
     └── unreferenced                its time: when the sweep first found that no name points to the adapter
 ```
@@ -41,9 +42,10 @@ import numpy as np
 from ..adapter import END_MODULES, BaseIdentity, read_ranges, written_ranges
 from ..errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
 from ..format.content import AdapterContent, LoraMatrices, OutputVectors, TokenRows
-from ..format.own_tokenizer import template_digest
+from ..format.own_tokenizer import OwnText
 from ..format.peft import TENSORS_FILE, parse_tensor_name, tensor_name
 from ..format.products import ProductMatrices
+from ..format.score_head import ScoreHead, stored_head, stored_tensors
 from ..format.strict_json import parse_object
 from ..format.tensor_file import Tensor, TensorFile, tensor_bytes, write_tensors
 from ..packing.layout import AdapterLayout
@@ -142,7 +144,8 @@ _TOKEN_ROWS = "token_rows"
 _OUTPUTS_NAME = re.compile(r"(?P<layer>[0-9]+)\.(?P<module>[a-z0-9_.]+)\.outputs\.(?P<crc>[0-9a-f]{8})")
 _MARK_FILE = "unreferenced"
 _PACKED_SUFFIX = ".packed"
-_TEMPLATE_SUFFIX = ".jinja"
+_OWN_TEXT_SUFFIX = ".jinja"
+_HEAD_FILE = "score_head.safetensors"
 _BASE_FILE = "base"
 _ID_FILE = "id"
 BEGINNINGS = tuple(f"{number:02x}" for number in range(256))  # of digests: the names of the store's folders
@@ -215,6 +218,9 @@ class AdapterStore:
                 manifest |= {_OUTPUTS: content.outputs_source, _NUM_OUTPUTS: len(content.outputs)}
             if content.invocation_token_ids:
                 manifest[_INVOCATION] = content.invocation_token_ids
+            if content.head is not None:
+                with files.write(_HEAD_FILE) as file:
+                    write_tensors(file, stored_tensors(content.head))
             with files.write(_MANIFEST_FILE) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
             for layout in layouts:  # a packed file has a checksum, and is made again from the others if it is damaged
@@ -224,26 +230,38 @@ class AdapterStore:
             (folder / _MARK_FILE).unlink(missing_ok=True)
         return content
 
-    def put_template(self, digest: str, template: str) -> str:
-        """Keeps a chat template with an adapter that is stored. Returns its digest."""
-        own_digest = template_digest(template)
-        with self._lock(fcntl.LOCK_SH), replacing(self._template_path(digest, own_digest), self._temporary) as file:
-            file.write(template.encode())
+    def put_own_text(self, digest: str, own_text: OwnText) -> str:
+        """Keeps it with an adapter that is stored. Returns its digest."""
+        own_digest = own_text.digest
+        with self._lock(fcntl.LOCK_SH), replacing(self._own_text_path(digest, own_digest), self._temporary) as file:
+            file.write(own_text.encode())
         return own_digest
 
-    def load_template(self, digest: str, own_digest: str) -> str:
-        """The chat template with this digest that an adapter has. Raises AdapterCorrupt or StoreUnavailable."""
+    def load_own_text(self, digest: str, own_digest: str) -> OwnText:
+        """What has this digest of an adapter's. Raises AdapterCorrupt or StoreUnavailable."""
         try:
-            template = self._template_path(digest, own_digest).read_bytes().decode()
-        except (FileNotFoundError, UnicodeDecodeError) as error:
+            return OwnText.decode(self._own_text_path(digest, own_digest).read_bytes(), own_digest)
+        except (FileNotFoundError, ValueError) as error:
             if not self._is_there():
                 raise StoreUnavailable("the store of adapters is not there; try again later") from error
-            template = ""
+            message = f"the chat template or the tokens of adapter {digest} are missing or damaged: upload it again"
+            raise AdapterCorrupt(message) from error
         except OSError as error:
             raise _unavailable(error) from error
-        if template_digest(template) != own_digest:
-            raise AdapterCorrupt(f"the chat template of adapter {digest} is missing or damaged: upload it again")
-        return template
+
+    def load_head(self, digest: str) -> ScoreHead:
+        """The score head that an adapter has, in float32. Raises AdapterCorrupt or StoreUnavailable."""
+        try:
+            head = self._head(self._folder(digest), mapped=False)
+        except (AdapterInvalid, ValueError) as error:
+            raise AdapterCorrupt(f"the score head of adapter {digest} is damaged: {error}; upload it again") from error
+        except OSError as error:
+            raise _unavailable(error) from error
+        if head is not None:
+            return head.in_float32()
+        if not self._is_there():
+            raise StoreUnavailable("the store of adapters is not there; try again later")
+        raise AdapterCorrupt(f"the score head of adapter {digest} is missing: upload it again")
 
     def load_packed(self, digest: str, layout: AdapterLayout) -> Tensor:
         """The adapter's pages `[num_pages, num_layers, slab]`, verified.
@@ -309,6 +327,7 @@ class AdapterStore:
         try:
             manifest = parse_object((folder / _MANIFEST_FILE).read_bytes(), _MANIFEST_FILE)
             content = _content(TensorFile(folder / TENSORS_FILE, TENSORS_FILE, mapped), manifest)
+            content = replace(content, head=self._head(folder, mapped=mapped))
             actual_digest = content.digest
         except FileNotFoundError as error:
             if not self._is_there():
@@ -445,8 +464,16 @@ class AdapterStore:
             raise AdapterCorrupt(f"{digest!r} is not a digest of 64 hexadecimal digits")
         return self.root / digest[:2] / digest
 
-    def _template_path(self, digest: str, own_digest: str) -> Path:
-        return self._folder(digest) / f"{own_digest}{_TEMPLATE_SUFFIX}"
+    @staticmethod
+    def _head(folder: Path, *, mapped: bool) -> ScoreHead | None:
+        """None: there is no such file. Raises AdapterInvalid, ValueError and OSError."""
+        try:
+            return stored_head(TensorFile(folder / _HEAD_FILE, _HEAD_FILE, mapped))
+        except FileNotFoundError:
+            return None
+
+    def _own_text_path(self, digest: str, own_digest: str) -> Path:
+        return self._folder(digest) / f"{own_digest}{_OWN_TEXT_SUFFIX}"
 
     def _packed_path(self, digest: str, layout: AdapterLayout) -> Path:
         return self._folder(digest) / _packed_name(layout)

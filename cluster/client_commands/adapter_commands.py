@@ -48,9 +48,8 @@ def upload(
 ) -> None:
     """Upload the adapter in FOLDER (as PEFT saves it) under NAME. New content makes a new version."""
     console = Console(stderr=True)
-    unserved = tokenizer_files(folder)
-    if unserved:
-        click.echo(f"of {', '.join(unserved)} only a chat template is served, with the base's tokenizer", err=True)
+    if files := tokenizer_files(folder):
+        click.echo(f"of {', '.join(files)} added tokens, the chat template and eos_token are served", err=True)
     tensors_path = folder / ADAPTER_FILES[1]
     silent = not console.is_terminal and tensors_path.is_file() and tensors_path.stat().st_size < SILENT_BYTES
     with ProgressDisplay(console) as progress:

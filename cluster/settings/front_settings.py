@@ -125,8 +125,8 @@ class Requests(SettingGroup, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_sequences_per_request: Annotated[
         Count,
         Setting(
-            "Sequences that one request may ask for: its prompts times n. At /v1/embeddings its inputs, at "
-            "most 2,048, are computed at once.",
+            "Sequences that one request may ask for: its prompts times n. At /v1/embeddings, and where "
+            "scores are computed, of its inputs, at most 2,048, so many are computed at once.",
             "live",
             live_in="router",
         ),

@@ -15,8 +15,8 @@ constexpr int kOneDots = 8;        // rows of A at once for a single row of x
 constexpr int64_t kAhead = 16384;  // bytes that are prefetched ahead of the reader (2 KiB is half as fast)
 
 // Dot products of `kRows` rows of x and `kCount` rows of A, of which the first `count` are written to `to`.
-template <class T, int kRows, int kCount>
-inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, T* to, int64_t to_stride, int count) {
+template <class T, int kRows, int kCount, class To>
+inline void dot(const T* x, int64_t x_stride, const T* const* a, int64_t width, To* to, int64_t to_stride, int count) {
     constexpr int kStep = Operand<T>::kWidth;
     Floats totals[kRows][kCount] = {};
     for (int64_t k = 0; k + kStep <= width; k += kStep) {
@@ -256,6 +256,46 @@ void add(const LoraPages<T>& pages, const LoraPart* parts, int64_t num_parts, co
     T* between = room(shrunk, length);
     shrink(pages, parts, num_parts, x, x_stride, between, num_threads);
     expand(pages, parts, num_parts, between, length, y, y_stride, num_threads);
+}
+
+// Writes the products of rows of x with each row of a table, which is the part's A, to columns `ids` of rows of y. The
+// contract is `EndKernels.set_columns` of ../model_ends.py.
+template <class T>
+void set_columns(const LoraPages<T>& pages, const LoraPart& table, const T* x, int64_t x_stride, const int64_t* ids,
+                 float* y, int64_t y_stride, int num_threads) {
+    const int64_t width = table.num_in, num_rows = table.end - table.start;
+    share_ranges(table.a_rows, blocks_of(table.a_rows, num_threads), num_threads, [&](int64_t first, int64_t last) {
+        static thread_local std::vector<T> spare;
+        T* copies = room(spare, kOneDots * width);
+        LoraPart part = table;
+        part.a += first * width, part.a_rows = last - first;
+        const PartList parts = {&part};
+        ReadAhead<T, run_of_a> ahead(pages, parts, kAhead);
+        Rows<T> rows(pages, part, part.a);
+        const int64_t most = num_rows == 1 ? kOneDots : kDots;
+        for (int64_t at = first; at < last; at += most) {
+            const int count = int(std::min(most, last - at));
+            const T* a[kOneDots];
+            for (int j = 0; j < kOneDots; j++) a[j] = j < count ? rows.take(width, copies + j * width) : a[0];
+            ahead.lines(count * width * int64_t(sizeof(T)) / 64);
+            const auto columns_of = [&](int64_t row, auto num_x, auto num_dots) {
+                constexpr int kRows = decltype(num_x)::value, kCount = decltype(num_dots)::value;
+                float products[kRows * kCount];
+                dot<T, kRows, kCount>(x + row * x_stride, x_stride, a, width, products, kCount, count);
+                for (int m = 0; m < kRows; m++)
+                    for (int j = 0; j < count; j++) y[(row + m) * y_stride + ids[at + j]] = products[m * kCount + j];
+            };
+            const std::integral_constant<int, 1> one;
+            const std::integral_constant<int, kDots> dots;
+            if (most == kOneDots) {
+                columns_of(0, one, std::integral_constant<int, kOneDots>());
+                continue;
+            }
+            int64_t row = 0;
+            for (; row + 4 <= num_rows; row += 4) columns_of(row, std::integral_constant<int, 4>(), dots);
+            for (; row < num_rows; row++) columns_of(row, one, dots);
+        }
+    });
 }
 
 // y = y * (1 + gain) + shift in place, for all parts: their two vectors lie one after the other at `b`. The contract is

@@ -128,6 +128,12 @@ void attention(const void* q, void* out, const void* kv, const int64_t* query_st
         add(LoraPages<T>{layer, page_stride, slab, pages}, (const LoraPart*)parts, num_parts, x, x_stride, y,          \
             y_stride, length, num_threads);                                                                            \
     }                                                                                                                  \
+    MOTET_CALL void set_columns_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,        \
+                                       const void* table, const T* x, int64_t x_stride, const int64_t* ids, float* y,  \
+                                       int64_t y_stride, int num_threads) {                                            \
+        set_columns(LoraPages<T>{layer, page_stride, slab, pages}, *(const LoraPart*)table, x, x_stride, ids, y,       \
+                    y_stride, num_threads);                                                                            \
+    }                                                                                                                  \
     MOTET_CALL void scale_outputs_##NAME(const T* layer, int64_t page_stride, int64_t slab, const int64_t* pages,      \
                                          const void* parts, int64_t num_parts, T* y, int64_t y_stride,                 \
                                          int num_threads) {                                                            \

@@ -1,4 +1,4 @@
-"""LoRA over pages, and vectors of outputs, in C++ (`cpp/lora.h`): tables of a batch, arguments checked and passed."""
+"""LoRA over pages, vectors of outputs, and tables of ends, in C++ (`cpp/lora.h`): arguments checked and passed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 
 from ..lora import LoraGeometry, LoraSegment
+from ..model_ends import RowTable
 from .build import kernel
 
 
@@ -191,3 +192,52 @@ class NativeOutputs:
             y.stride(0),
             self._num_threads,
         )
+
+
+class NativeEnds:
+    """`model_ends.EndKernels` of one dtype."""
+
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_threads: int) -> None:
+        self._dtype, self._num_threads = dtype, num_threads
+        self._set_columns = kernel(library, "set_columns", "pnnpppnppni", dtype)
+        self._expand = kernel(library, "lora_expand", "pnnppnpnpni", dtype)
+
+    def set_columns(self, y: torch.Tensor, x: torch.Tensor, table: RowTable, columns: torch.Tensor) -> None:
+        x, columns = x if x.stride(1) == 1 else x.contiguous(), columns.contiguous()
+        assert y.dtype == torch.float32 and y.stride(1) == 1 and x.dtype == self._dtype
+        assert len(columns) == table.num_rows and columns.dtype == torch.int64
+        part = _part(len(x), rank=table.num_rows, a=table.start, num_in=table.width)
+        self._set_columns(
+            *self._pages(table),
+            part.data_ptr(),
+            x.data_ptr(),
+            x.stride(0),
+            columns.data_ptr(),
+            y.data_ptr(),
+            y.stride(0),
+            self._num_threads,
+        )
+
+    def add(self, y: torch.Tensor, vectors: torch.Tensor, table: RowTable) -> None:
+        vectors = vectors.contiguous()
+        assert y.stride(1) == 1 and y.dtype == vectors.dtype == self._dtype
+        part = _part(len(y), rank=table.num_rows, b=table.start, num_out=table.width)
+        self._expand(
+            *self._pages(table),
+            part.data_ptr(),
+            1,
+            vectors.data_ptr(),
+            vectors.numel(),
+            y.data_ptr(),
+            y.stride(0),
+            self._num_threads,
+        )
+
+    def _pages(self, table: RowTable) -> tuple[int, int, int, int]:
+        assert table.pool.dtype == self._dtype and table.pool.stride(1) == 1, "pages are contiguous"
+        return table.pool.data_ptr(), table.pool.stride(0), table.pool.shape[1], table.pages.data_ptr()
+
+
+def _part(num_rows: int, rank: int, a: int = 0, b: int = 0, num_in: int = 0, num_out: int = 0) -> torch.Tensor:
+    """A `LoraPart` of cpp/pages.h."""
+    return torch.tensor((0, num_rows, 0, rank, rank, a, b, 0, 0, num_in, num_out), dtype=torch.int64)

@@ -60,7 +60,15 @@ def requested_order(request: Request) -> bool:
     return order == "asc"
 
 
-Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+Endpoint = Literal[
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/embeddings",
+    "/v1/responses",
+    "/v1/classify",
+    "/v1/score",
+    "/v1/rerank",
+]
 _Key = Annotated[str, Meta(max_length=64)]
 _Value = Annotated[str, Meta(max_length=512)]
 _File: dict[str, Any] = {"contentMediaType": "application/octet-stream"}

@@ -19,6 +19,17 @@ from ..anthropic.message_chat import (
     counted_chat,
     message_chat,
 )
+from ..classification import (
+    ClassifyPrompts,
+    ClassifyRequest,
+    PairPrompts,
+    RerankPrompts,
+    RerankRequest,
+    ScoreRequest,
+    classify_prompts,
+    rerank_prompts,
+    score_prompts,
+)
 from ..embeddings import EmbeddingPrompts, EmbeddingsRequest, embedding_prompts
 from ..grammars.response_format import FORM_FIELDS
 from ..http.errors import ApiError, invalid_value, unsupported
@@ -65,9 +76,9 @@ def packed(request: BodyRequest) -> PackedRequest:
         texts: list[str | list[int]] = []
         bare = [_with_texts(message, lambda text: _extract(text, texts)) for message in request.messages]
         request = msgspec.structs.replace(request, messages=bare)
-        if isinstance(request, TokenizeRequest) and request.prompt is not None:
-            texts.append(request.prompt)
-            request = msgspec.structs.replace(request, prompt="")
+        if isinstance(request, TokenizeRequest | ClassifyPrompts) and request.prompt is not None:
+            texts += _values_of(request.prompt)
+            request = msgspec.structs.replace(request, prompt=_bare(request.prompt))
     elif isinstance(request, DetokenizeRequest):
         texts = [request.tokens]
         request = msgspec.structs.replace(request, tokens=[])
@@ -91,18 +102,22 @@ def unpacked(packed_request: PackedRequest, kind: type[R]) -> R:
     shapes = msgspec.msgpack.decode(packed_request.values, type=list[tuple[Kind, int]])
     values = [_joined(shape, [next(pieces) for _ in range(num_pieces)]) for shape, num_pieces in shapes]
     if isinstance(request, ChatRequest):
-        texts = (value for value in values if isinstance(value, str))
+        remaining = iter(values)
         request = msgspec.structs.replace(
-            request, messages=[_with_texts(message, lambda _: next(texts)) for message in request.messages]
+            request, messages=[_with_texts(message, lambda _: str(next(remaining))) for message in request.messages]
         )
-        if isinstance(request, TokenizeRequest) and request.prompt is not None:
-            request = msgspec.structs.replace(request, prompt=next(texts))
+        if isinstance(request, TokenizeRequest | ClassifyPrompts) and request.prompt is not None:
+            request = msgspec.structs.replace(request, prompt=_as_bare(request.prompt, [*remaining]))
         return request
     if isinstance(request, DetokenizeRequest):
         return msgspec.structs.replace(request, tokens=values[0])
     assert isinstance(request, CompletionRequest)
-    is_one = isinstance(request.prompt, str) or request.prompt == [0]
-    return msgspec.structs.replace(request, prompt=values[0] if is_one else values)
+    return msgspec.structs.replace(request, prompt=_as_bare(request.prompt, values))
+
+
+def _as_bare(bare: object, values: list[str | list[int]]) -> str | list[int] | list[str | list[int]]:
+    """The prompt with these values, of which `_bare` has made `bare`."""
+    return values[0] if isinstance(bare, str) or bare == [0] else values
 
 
 def _bare(prompt: str | Sequence[str | int | list[int]]) -> str | list[int]:
@@ -229,8 +244,8 @@ def check_extent(request: BodyRequest, context: int | None) -> None:
     """
     if len(request.model) > MAX_NAME_CHARS:
         raise invalid_value("model", f"it has {len(request.model)} characters: at most {MAX_NAME_CHARS} are accepted.")
-    if isinstance(request, CompletionRequest):
-        prompt = request.prompt
+    if isinstance(request, CompletionRequest | ClassifyPrompts):
+        prompt = request.prompt or ""
         if not isinstance(prompt, str) and len(prompt) > MAX_MESSAGES and not isinstance(prompt[0], int):
             raise invalid_value("prompt", f"there are {len(prompt)} of them: at most {MAX_MESSAGES} are accepted.")
     if not isinstance(request, ChatRequest):
@@ -304,6 +319,9 @@ BODY_KINDS: Final[tuple[type[BodyRequest], ...]] = (
     TokenizeRequest,
     DetokenizeRequest,
     EmbeddingPrompts,
+    ClassifyPrompts,
+    PairPrompts,
+    RerankPrompts,
 )
 # For kinds whose bodies have another schema: that schema, and the function that makes the chat.
 _TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[..., Any]]]] = MappingProxyType(
@@ -312,6 +330,9 @@ _TRANSLATED: Final[Mapping[type[Any], tuple[type[Any], Callable[..., Any]]]] = M
         MessageChat: (MessagesRequest, message_chat),
         CountedChat: (CountTokensRequest, counted_chat),
         EmbeddingPrompts: (EmbeddingsRequest, embedding_prompts),
+        ClassifyPrompts: (ClassifyRequest, classify_prompts),
+        PairPrompts: (ScoreRequest, score_prompts),
+        RerankPrompts: (RerankRequest, rerank_prompts),
     }
 )
 

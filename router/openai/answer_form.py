@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, NoReturn, Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -74,3 +74,28 @@ class AnswerForm(Protocol):
 
     def refusal(self, error: ApiError) -> Response:
         """The error in place of an answer."""
+
+
+class UnstreamedForm:
+    """What all forms of answers have in common that are one document, never a stream."""
+
+    is_stream = False
+
+    def opening(self, usage: Usage, *, is_over: bool) -> Iterable[bytes]:
+        _never()
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        _never()
+
+    def ending(self, usage: Usage) -> bytes:
+        _never()
+
+    def failure(self, error: ApiError) -> bytes:
+        _never()
+
+    def refusal(self, error: ApiError) -> Response:
+        return error.response()
+
+
+def _never() -> NoReturn:
+    raise AssertionError("these answers are never streamed")

@@ -100,12 +100,12 @@ class GenerationResponse:
         form: AnswerForm,
         metrics: Metrics,
         account: Account,
-        keep: Callable[[Usage], Awaitable[None]] | None = None,
+        complete: Callable[[Usage], Awaitable[None]] | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        """`account`: is settled before the last of the answer goes out. `keep`: stores the answer before that; an
-        answer for which it raises ApiError fails. `max_bytes`: a whole answer that grows beyond about so many fails;
-        None: it may have any length.
+        """`account`: is settled before the last of the answer goes out. `complete`: stores the answer before that, or
+        computes what its form needs; an answer for which it raises ApiError fails. `max_bytes`: a whole answer that
+        grows beyond about so many fails; None: it may have any length.
 
         The account of an answer that is cut off while gangs compute it is settled when they have reported its cost,
         at most REPORT_WAIT_S after its end.
@@ -113,7 +113,7 @@ class GenerationResponse:
         self.status_code = CLIENT_CLOSED_REQUEST
         self.raw_headers = [*account.headers]  # beside its own
         self._generation = generation
-        self._form, self._keep, self._max_bytes = form, keep, max_bytes
+        self._form, self._complete, self._max_bytes = form, complete, max_bytes
         self._metrics = metrics
         self._has_started = False  # the headers are out
         self._has_opened = False  # the events before the first token are out
@@ -188,8 +188,8 @@ class GenerationResponse:
                     if num_bytes > self._max_bytes:
                         raise answer_too_large(self._max_bytes)
         usage = generation.usage()
-        if self._keep is not None:
-            await self._keep(usage)
+        if self._complete is not None:
+            await self._complete(usage)
         share = LoopShare()
         bodies, body = list[bytes](), bytearray()
         for piece in form.document(usage):
@@ -215,11 +215,11 @@ class GenerationResponse:
                     await self._send_body(send, events)
         events = b"" if self._has_opened else await self._start_events(send, is_over=True)
         usage = generation.usage()
-        if self._keep is not None:
+        if self._complete is not None:
             if events:
                 await self._send_body(send, events)
                 events = b""
-            await self._keep(usage)
+            await self._complete(usage)
         events += form.ending(usage)
         self._is_ending = True
         self._settle()

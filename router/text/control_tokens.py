@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from jinja2 import TemplateError
@@ -38,8 +39,7 @@ class AddedTokens:
         self.are_normalized = tokenizer.normalizer is not None and any(
             token.normalized for token in self.by_id.values()
         )
-        self._splitter = _splitter_of(tokenizer, [*self.by_id.values()])
-        self._names = {self._splitter.token_to_id(name): name for name in self.names}
+        self._tokenizer = tokenizer
         self._pattern = None  # quick, where it finds the same
         has_rules = any(token.single_word or token.content[0].isspace() for token in self.by_id.values())
         if not (self.are_normalized or has_rules or tokenizer.encode_special_tokens):
@@ -52,10 +52,17 @@ class AddedTokens:
         """
         if self._pattern is not None:
             return [TokenSpan(*match.span(), match[0]) for match in self._pattern.finditer(text)]
+        splitter, names = self._splitter
         # The batch call releases the GIL.
-        [encoding] = self._splitter.encode_batch([_HALF_CHARACTERS.sub(_NO_CHARACTER, text)], add_special_tokens=False)
+        [encoding] = splitter.encode_batch([_HALF_CHARACTERS.sub(_NO_CHARACTER, text)], add_special_tokens=False)
         parts = zip(encoding.ids, encoding.offsets, strict=True)
-        return [TokenSpan(*offsets, self._names[token_id]) for token_id, offsets in parts if token_id in self._names]
+        return [TokenSpan(*offsets, names[token_id]) for token_id, offsets in parts if token_id in names]
+
+    @cached_property
+    def _splitter(self) -> tuple[Tokenizer, dict[int | None, str]]:
+        """Finds added tokens as the tokenizer does; and their names by its ids."""
+        splitter = _splitter_of(self._tokenizer, [*self.by_id.values()])
+        return splitter, {splitter.token_to_id(name): name for name in self.names}
 
     def names_in(self, text: str) -> list[str]:
         """The names of those, as they come."""
@@ -182,8 +189,11 @@ class Marks:
 class ControlTokens:
     """Encodes with a second tokenizer, which shares the model, and which knows control tokens by secret aliases."""
 
-    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str]) -> None:
-        """`names`: those of the added tokens that are control tokens; none is only whitespace."""
+    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str], num_model_ids: int) -> None:
+        """`names`: those of the added tokens that are control tokens; none is only whitespace.
+
+        `num_model_ids`: see the function of this name, which takes long.
+        """
         self.added = added
         self.names = names
         self._firsts = frozenset(name.strip()[0] for name in names)
@@ -191,13 +201,12 @@ class ControlTokens:
         self._edges = frozenset(char for char in edges if not char.isalnum())
         self._joined = "\0".join(names)
         self._aliases = {name: _new_alias() for name in names}
-        self._encoder = _without_added_tokens(tokenizer)
+        self._encoder = without_added_tokens(tokenizer)
         in_model = {name for name in added.names if self._encoder.token_to_id(name) is not None}
         # The model itself may encode a name as its control token, unless a cut token separates the name's characters.
         self._cut = _new_alias() if in_model & names else ""
-        # Fillers, so that aliases get ids above all of the tokenizer's, and the model's ids keep their meaning.
-        num_ids = max(tokenizer.get_vocab().values(), default=0) + 1
-        fillers = [_new_alias() for _ in range(num_ids - self._encoder.get_vocab_size())]
+        # Fillers, so that aliases get ids above all of the model's, which keep their meaning.
+        fillers = [_new_alias() for _ in range(num_model_ids - self._encoder.get_vocab_size())]
         self._encoder.add_tokens([AddedToken(alias, normalized=False) for alias in [*fillers, self._cut] if alias])
         self._encoder.add_tokens([_renamed(token, self._aliases) for token in added.by_id.values()])
         self._cut_id = self._encoder.token_to_id(self._cut) if self._cut else None
@@ -279,8 +288,14 @@ class ControlTokens:
         return self.encode(aliased, add_special_tokens=add_special_tokens)
 
 
+def num_model_ids(tokenizer: Tokenizer) -> int:
+    """One more than the highest id of the tokenizer's model."""
+    return max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+
+
 def _new_alias() -> str:
-    return "".join(chr(_FIRST_OF_ALIASES + secrets.randbelow(_NUM_OF_ALIASES)) for _ in range(_ALIAS_CHARS))
+    numbers = memoryview(secrets.token_bytes(2 * _ALIAS_CHARS)).cast("H")
+    return "".join([chr(_FIRST_OF_ALIASES + number % _NUM_OF_ALIASES) for number in numbers])
 
 
 def _renamed(token: AddedToken, aliases: dict[str, str]) -> AddedToken:
@@ -294,8 +309,8 @@ def _renamed(token: AddedToken, aliases: dict[str, str]) -> AddedToken:
     )
 
 
-def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
-    """A tokenizer with the same model and the same steps before and after it."""
+def without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """A tokenizer with the same model, which both share, and the same steps before and after it."""
     bare = Tokenizer(tokenizer.model)
     if tokenizer.normalizer is not None:
         bare.normalizer = tokenizer.normalizer
@@ -303,5 +318,21 @@ def _without_added_tokens(tokenizer: Tokenizer) -> Tokenizer:
         bare.pre_tokenizer = tokenizer.pre_tokenizer
     if tokenizer.post_processor is not None:
         bare.post_processor = tokenizer.post_processor
+    if tokenizer.decoder is not None:
+        bare.decoder = tokenizer.decoder
     bare.encode_special_tokens = tokenizer.encode_special_tokens
     return bare
+
+
+def with_added_tokens(tokenizer: Tokenizer, tokens: Mapping[int, AddedToken]) -> Tokenizer:
+    """A tokenizer with these added tokens by id, beside the tokenizer's or in their place; both share the model.
+
+    Raises ValueError, which names one, for a token that cannot have its id.
+    """
+    added = {**tokenizer.get_added_tokens_decoder(), **tokens}
+    extended = without_added_tokens(tokenizer)
+    extended.add_tokens([added[token_id] for token_id in sorted(added)])
+    for token_id, token in sorted(added.items()):
+        if (next_id := extended.token_to_id(token.content)) != token_id:
+            raise ValueError(f"{token.content!r} cannot have the id {token_id}: in their order it has {next_id}")
+    return extended

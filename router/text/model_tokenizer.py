@@ -55,6 +55,19 @@ def import_transformers_without_torch() -> None:
         del sys.modules["torch"]
 
 
+def own_pad_id(folder: Path) -> int | None:
+    """The token for padding in a model's config, as transformers reads it; None: it has none. Blocking."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError, KeyError) as error:  # a folder of a tokenizer alone
+        _log.info("%s names no token for padding: %s", folder, error)
+        return None
+    pad_id: int | None = getattr(config, "pad_token_id", None)
+    return pad_id
+
+
 # How a model was trained to make embeddings, as sentence-transformers writes it into the model's folder.
 
 _MODULES: Final = "modules.json"

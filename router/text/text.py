@@ -6,14 +6,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from ...adapters.format.own_tokenizer import template_digest
+from ...adapters.format.own_tokenizer import FLAGS, OwnText, OwnToken, template_digest
 from ...adapters.tenant_places import TenantPlaces
 from ..config import TextsWithControlTokens
 from .answer_format import BY_TEMPLATE, AnswerFormat, answer_format, named_format
@@ -25,10 +26,12 @@ from .control_tokens import (
     ControlTokens,
     RenderedChats,
     control_names,
+    num_model_ids,
     rendered_chats,
+    with_added_tokens,
 )
-from .model_tokenizer import OwnPooling, load_tokenizer, own_pooling
-from .token_bytes import NUM_KEPT_TOKENS, TokenBytes, max_bytes_per_token
+from .model_tokenizer import OwnPooling, load_tokenizer, own_pad_id, own_pooling
+from .token_bytes import NFC_SHRINKS, NUM_KEPT_TOKENS, TokenBytes, max_bytes_per_token
 
 T = TypeVar("T")
 
@@ -65,6 +68,17 @@ RESERVED_TEMPLATE_ARGUMENTS: Final = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class OwnRendering:
+    """By a chat template of an adapter's."""
+
+    forms: TemplateForms  # what it does
+    chats: RenderedChats  # what it makes of small chats
+    apply: Apply  # slow
+    threads: ThreadPoolExecutor  # for all that is not short, by `turns`, so that texts of others do not wait for it
+    turns: TenantPlaces
+
+
 class TextService:
     """Text and tokens of one model. Safe to share between requests; has no state but the tokenizer."""
 
@@ -74,37 +88,44 @@ class TextService:
         control_tokens: TextsWithControlTokens = "prompts",
         response_template: str = BY_TEMPLATE,
         pooling: OwnPooling | None = None,
+        pad_id: int | None = None,
     ) -> None:
         """`tokenizer`: of transformers, with a `tokenizers` backend.
 
         `control_tokens`: which texts of clients may write them: those of completions, those of chats, too, or none.
         `response_template`: of answers, see `answer_format`, which raises ValueError. `pooling`: of embeddings; None:
-        where nothing is said.
+        where nothing is said. `pad_id`: the model's token for padding; None: it has none.
         """
         self._templated = tokenizer
-        self.pooling = pooling or OwnPooling()
-        self._backend: Tokenizer = tokenizer.backend_tokenizer
-        self._backend.no_truncation()  # a tokenizer.json may carry these from its training
-        self._backend.no_padding()
-        self.token_bytes: Callable[[int], bytes] = lru_cache(NUM_KEPT_TOKENS)(TokenBytes(self._backend))
-        self._max_bytes_per_token = max_bytes_per_token(self._backend)
+        self.pooling, self._pad_id = pooling or OwnPooling(), pad_id
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        backend.no_truncation()  # a tokenizer.json may carry these from its training
+        backend.no_padding()
+        added = self._use(backend)
+        self._num_model_ids, self._max_bytes_per_token = num_model_ids(backend), max_bytes_per_token(backend)
+        self.end_id: int | None = None  # of the token that ends an adapter's answers, beside the base's
+        self.num_own = 0  # added tokens that are kept for an adapter with tokens of its own
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._turns, self._tenant = TenantPlaces(NUM_THREADS, MOST_THREADS), ""
         self._control_tokens = control_tokens
         self._apply: Apply
-        added = AddedTokens(self._backend)
         template = _template_of(tokenizer)
         self.answer_format = answer_format(response_template, tokenizer, added.names)
         self._named_formats: dict[str, AnswerFormat] = {}
-        self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format, of which there are few
-        self._added_ids = frozenset(added.by_id)
-        self._special_ids = {token_id: token.content for token_id, token in added.by_id.items() if token.special}
         apply = self._apply = partial(_applied, tokenizer)
         names = control_names(added, template, rendered_chats(apply))
         self.forms = template_forms(template, apply)
         self._has_template, self._is_own_template = tokenizer.chat_template is not None, False
-        self._tokens = ControlTokens(self._backend, added, names.in_messages)
+        self._tokens = ControlTokens(self._backend, added, names.in_messages, self._num_model_ids)
         self._renderer = ChatRenderer(apply, self._tokens, names.in_answers)
+
+    def _use(self, backend: Tokenizer) -> AddedTokens:
+        self._backend, added = backend, AddedTokens(backend)
+        self.token_bytes: Callable[[int], bytes] = lru_cache(NUM_KEPT_TOKENS)(TokenBytes(backend))
+        self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format, of which there are few
+        self._added_ids = frozenset(added.by_id)
+        self._special_ids = {token_id: token.content for token_id, token in added.by_id.items() if token.special}
+        return added
 
     @classmethod
     def from_folder(
@@ -114,7 +135,7 @@ class TextService:
         response_template: str = BY_TEMPLATE,
     ) -> TextService:
         """The service of a model folder in Hugging Face format. Blocking; raises ValueError, see `load_tokenizer`."""
-        return cls(load_tokenizer(path), control_tokens, response_template, own_pooling(path))
+        return cls(load_tokenizer(path), control_tokens, response_template, own_pooling(path), own_pad_id(path))
 
     def of(self, tenant: str) -> TextService:
         """The same service for this tenant's texts: long ones have a fair turn beside those of others."""
@@ -122,33 +143,46 @@ class TextService:
         clone._tenant = tenant
         return clone
 
-    def with_template(
-        self,
-        template: str,
-        forms: TemplateForms,
-        chats: RenderedChats,
-        apply: Apply,
-        threads: ThreadPoolExecutor,
-        turns: TenantPlaces,
-    ) -> TextService:
-        """The same service for chats of adapters with this template, which `apply` renders, slowly. Blocking.
+    def of_adapter(self, own_text: OwnText, rendering: OwnRendering | None) -> TextService:
+        """The same service for an adapter's texts. Blocking; raises ValueError for tokens that it cannot have.
 
-        `forms`, `chats`: what it does and what it makes of small chats. `threads`, by `turns`: for all that is not
-        short, so that texts of others do not wait for it.
+        `rendering`: by its own chat template; None: the base's renders.
         """
         clone, added = copy(self), self._tokens.added
+        if own_text.tokens:
+            clone._backend = with_added_tokens(self._backend, {token.id: _added(token) for token in own_text.tokens})
+            added = clone._use(clone._backend)
+            clone.num_own = len(added.by_id)
+            clone._max_bytes_per_token = self._max_bytes_with(own_text.tokens)
+        if own_text.end_token and clone.token_id(own_text.end_token) is None:
+            raise ValueError(f"{own_text.end_token!r} ends its answers, and is no token")
+        clone.end_id = clone.token_id(own_text.end_token) if own_text.end_token else None
+        if rendering is None:
+            template, chats = _template_of(self._templated), rendered_chats(self._apply)
+        else:
+            template, chats = own_text.chat_template, rendering.chats
+            clone.forms, clone._apply = rendering.forms, rendering.apply
+            clone._has_template = clone._is_own_template = True
+            clone._threads, clone._turns = rendering.threads, rendering.turns
         names = control_names(added, template, chats)
-        if names.in_messages != self._tokens.names:
-            clone._tokens = ControlTokens(self._backend, added, names.in_messages)
-        clone.forms, clone._apply = forms, apply
-        clone._renderer = ChatRenderer(apply, clone._tokens, names.in_answers)
-        clone._has_template = clone._is_own_template = True
-        clone._threads, clone._turns = threads, turns
+        if own_text.tokens or names.in_messages != self._tokens.names:
+            clone._tokens = ControlTokens(clone._backend, added, names.in_messages, self._num_model_ids)
+        clone._renderer = ChatRenderer(clone._apply, clone._tokens, names.in_answers)
         return clone
+
+    def _max_bytes_with(self, tokens: Sequence[OwnToken]) -> int | None:
+        """Of text that no token exceeds, with these."""
+        if self._max_bytes_per_token is None or any({"lstrip", "rstrip"}.intersection(each.flags) for each in tokens):
+            return None
+        return max(self._max_bytes_per_token, *(NFC_SHRINKS * len(each.text.encode()) for each in tokens))
 
     def token_id(self, token: str) -> int | None:
         """The id of a token, added ones included; None: it is not in the vocabulary."""
         return self._backend.token_to_id(token)
+
+    def is_added(self, token: str, token_id: int) -> bool:
+        """Whether it is found as a whole wherever a text has it, and has this id."""
+        return token_id in self._added_ids and self._backend.token_to_id(token) == token_id
 
     def token_str(self, token_id: int) -> str:
         """The token as the vocabulary has it; empty: it has none of this id."""
@@ -194,6 +228,22 @@ class TextService:
         is_short = len(text) <= MAX_CHARS_ON_LOOP
         num_bytes = len(text.encode("utf-8", "surrogatepass")) if is_short else len(text)  # at least
         return -(-num_bytes // self._max_bytes_per_token)
+
+    @cached_property
+    def pair_marks(self) -> tuple[list[int], list[int], list[int]]:
+        """The special tokens that the tokenizer puts before, between and behind two texts."""
+        encoding = self._backend.encode("a", "a")
+        ids, texts = encoding.ids, encoding.sequence_ids
+        first, second, end = texts.index(0), texts.index(1), len(texts) - texts[::-1].index(1)
+        between = len(texts) - texts[::-1].index(0)
+        return ids[:first], ids[between:second], ids[end:]
+
+    def without_padding(self, token_ids: list[int]) -> list[int]:
+        """Without tokens for padding at the end, which classifiers of transformers pass over; one token stays."""
+        end = len(token_ids)
+        while end > 1 and token_ids[end - 1] == self._pad_id:
+            end -= 1
+        return token_ids[:end]
 
     async def encode(self, text: str, *, add_special_tokens: bool, limit: int | None = None) -> list[int]:
         """Token ids of a client's text, the last `limit` of them; off the event loop when it is long."""
@@ -342,6 +392,10 @@ def _encoding(
 
 def _applied(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+
+
+def _added(token: OwnToken) -> AddedToken:
+    return AddedToken(token.text, **{flag: flag in token.flags for flag in FLAGS})
 
 
 def _template_of(tokenizer: Any) -> str:

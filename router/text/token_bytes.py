@@ -68,7 +68,7 @@ def _byte_of_char() -> dict[str, int]:
 
 # How much text one token can stand for at most.
 
-_NFC_SHRINKS: Final = 4  # no character of a text in NFC comes of more than 3.5 times its bytes (U+0390)
+NFC_SHRINKS: Final = 4  # no character of a text in NFC comes of more than 3.5 times its bytes (U+0390)
 _METASPACE: Final = "▁"
 
 
@@ -105,7 +105,7 @@ def _normalizer_shrinks(normalizer: Mapping[str, Any] | None) -> int | None:
     if normalizer is None or normalizer["type"] == "Prepend":
         return 1
     if normalizer["type"] == "NFC":
-        return _NFC_SHRINKS
+        return NFC_SHRINKS
     if normalizer["type"] == "Replace":
         return 1 if normalizer["pattern"] == {"String": " "} and normalizer["content"] == _METASPACE else None
     if normalizer["type"] == "Sequence":

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -16,7 +15,7 @@ from msgspec import Meta, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.adapter import AdapterVersion
+from ...adapters.adapter import EMBEDDING, AdapterVersion, family_of_module
 from ...adapters.errors import (
     AdapterCorrupt,
     AdapterInvalid,
@@ -26,6 +25,7 @@ from ...adapters.errors import (
     UploadUnchecked,
     VersionRefused,
     listed,
+    quote,
 )
 from ...adapters.format.combination import (
     MAX_PARTS,
@@ -35,7 +35,7 @@ from ...adapters.format.combination import (
     WeightedAdapter,
     combination_problem,
 )
-from ...adapters.format.own_tokenizer import OwnTokenizer, template_digest
+from ...adapters.format.own_tokenizer import NO_OWN_TEXT, OwnText, OwnToken, template_digest
 from ...adapters.names import BaseNames, owner_of, split_selector
 from ...adapters.registry.tenants.records import storage_bounds
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS, VersionNote
@@ -50,42 +50,85 @@ from ..http.list_page import PAGE_QUERY, ListPage, list_answer, page_request, re
 from ..http.route import route
 from ..metrics import Metrics
 from ..tenancy.quotas import Quotas
-from ..text.adapter_templates import AdapterTemplates
+from ..text.adapter_texts import AdapterTexts
 from ..text.text import TextService
 from .upload_form import AdapterForm, UploadForm, UploadRoom, UploadSpool, check_form, declared_bytes, receive_upload
 
-# Compares the tokenizer that an adapter was trained with, and that is not served, with the base's.
+# What of an adapter's tokenizer is served with it, and what its tenant should know of the rest.
 
-_NUM_SHOWN: Final = 3
+MAX_OWN_TOKENS: Final = 1024  # of an adapter, beside the base's
 _OTHER_TEMPLATE: Final = (
     "the adapter's chat template is not the base's, which renders its chats here: if it was trained on chats in "
     "another form, send its template with the upload, in the part chat_template"
 )
 
 
-def tokenizer_warnings(tokenizer: OwnTokenizer, text: TextService, *, has_template: bool = False) -> tuple[str, ...]:
-    """What the adapter's tenant should know. `has_template`: chats are rendered by its own.
+def own_text_of(form: UploadForm, text: TextService, vocab_size: int) -> OwnText:
+    """What is not as the base's `text` has it. `vocab_size`: rows of the base's embedding.
 
-    Raises AdapterInvalid if its tokens are not all the base's.
+    Raises AdapterInvalid for tokens that the adapter cannot have.
     """
-    differing = (token for token, token_id in tokenizer.added_tokens.items() if text.token_id(token) != token_id)
-    missing = [*islice(differing, _NUM_SHOWN)]
-    if missing:
+    tokenizer = form.tokenizer
+    added = tokenizer.added_tokens.items()
+    differing = {token: number for token, number in added if not text.is_added(token, number)}
+    for token, number in differing.items():
+        if (of_base := text.token_id(token)) not in (None, number):
+            raise AdapterInvalid(
+                f"the adapter's tokenizer has {quote(token)} under the id {number}, and the base's under {of_base}: "
+                "train the adapter with the base's tokenizer. If it was trained without this token already, remove the "
+                "tokenizer's files from its folder"
+            )
+        if number >= vocab_size:
+            raise AdapterInvalid(
+                f"the adapter's tokenizer adds {quote(token)} with the id {number}, and the base's embedding has "
+                f"{vocab_size} rows: tokens behind it are not served. Train with tokens that the base reserves, such "
+                "as those named reserved or unused. If the adapter was trained without this one already, remove the "
+                "tokenizer's files from its folder"
+            )
+    if len(differing) > MAX_OWN_TOKENS:
         raise AdapterInvalid(
-            f"the adapter's tokenizer adds tokens that the base's does not have, or has under another id: "
-            f"{listed(missing)}. Only the base's tokens are served: train the adapter without them. If it was trained "
-            "without them already, remove the tokenizer's files from its folder"
+            f"the adapter's tokenizer adds {len(differing)} tokens: at most {MAX_OWN_TOKENS} are served"
         )
-    differs = bool(tokenizer.chat_template) and tokenizer.chat_template != text.template_digest
-    return (_OTHER_TEMPLATE,) if differs and not has_template else ()
+    tokens = [OwnToken(number, token, tokenizer.flags.get(token, ())) for token, number in differing.items()]
+    end = tokenizer.end_token
+    is_end_of_base = end == text.special_tokens.get("eos_token") or (
+        end not in differing and text.token_id(end) is None
+    )
+    template = form.chat_template
+    if template_digest(template) == text.template_digest and is_end_of_base:
+        template = ""
+    return OwnText(template, (*sorted(tokens, key=lambda token: token.id),), "" if is_end_of_base else end)
 
 
-def invocation_warnings(token_ids: Sequence[int], text: TextService) -> tuple[str, ...]:
+def own_text_warnings(own_text: OwnText, form: UploadForm, text: TextService) -> tuple[str, ...]:
+    """What its tenant should know."""
+    differs = form.tokenizer.chat_template and form.tokenizer.chat_template != text.template_digest
+    return (_OTHER_TEMPLATE,) if differs and not own_text.chat_template else ()
+
+
+def untrained_tokens(own_text: OwnText, module_ranks: Mapping[str, int], text: TextService) -> tuple[str, ...]:
+    """Of tokens of its own that the adapter has not trained."""
+    if any(family_of_module(entry).startswith(EMBEDDING) for entry in module_ranks):
+        return ()
+    new = [token.text for token in own_text.tokens if text.token_id(token.text) is None]
+    return (
+        ()
+        if not new
+        else (
+            f"the adapter's tokenizer adds {listed(new)}, and the adapter changes no "
+            "embedding: their rows are the base's, which may be untrained",
+        )
+    )
+
+
+def invocation_warnings(token_ids: Sequence[int], own_text: OwnText, text: TextService) -> tuple[str, ...]:
     """Of an activated LoRA that no text invokes."""
-    if not (missing := [str(token_id) for token_id in token_ids if not text.token_str(token_id)]):
+    of_adapter = {token.id for token in own_text.tokens}
+    missing = [str(each) for each in token_ids if each not in of_adapter and not text.token_str(each)]
+    if not missing:
         return ()
     return (
-        f"alora_invocation_tokens has {listed(missing)}, which are not tokens of the base's tokenizer: no text invokes "
+        f"alora_invocation_tokens has {listed(missing)}, which are not tokens of its tokenizer: no text invokes "
         "the adapter, and the base answers. Train it with an invocation as this tokenizer encodes it",
     )
 
@@ -108,8 +151,9 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     packed_bytes: int  # that it takes in a gang's memory; 0: from before this was recorded
     created_at: int  # Unix time, seconds
     response_template: str = ""  # name of its format of calls and reasoning; empty: that of the base
-    chat_template: str = ""  # SHA-256 of its own; empty: chats are rendered by the base's
+    own_text: str = ""  # SHA-256 of its own chat template, tokens and end of answers; empty: all are the base's
     invocation_token_ids: tuple[int, ...] = ()  # of an activated LoRA, after which it computes; empty: a plain one
+    num_labels: int = 0  # of a sequence classifier; 0: it is none
     warnings: tuple[str, ...] = ()  # why its answers may differ from those in training
     object: Literal["adapter"] = "adapter"
 
@@ -161,13 +205,13 @@ class AdaptersApi:
         metrics: Metrics,
         text: TextService,
         base_names: Sequence[str],
-        templates: AdapterTemplates,
+        texts: AdapterTexts,
         quotas: Quotas | None = None,
     ) -> None:
         """`quotas`: None: there are none."""
         self._config = config
         self._metrics = metrics
-        self._text, self._templates = text, templates
+        self._text, self._texts = text, texts
         self._base_names = tuple(base_names)
         self._quotas = quotas
         self._uploads = uploads
@@ -203,8 +247,8 @@ class AdaptersApi:
         parts = [await self._part(identity, part.adapter) for part in body.adapters]
         bases = {part.base for part in parts}
         foreign = sorted(base for base in bases if self._base_warnings(base))
-        if len({(part.response_template, part.chat_template) for part in parts}) > 1:
-            message = "they have different response templates or chat templates: combine those of one form."
+        if len({(part.response_template, part.own_text) for part in parts}) > 1:
+            message = "they have different response templates or chat templates, or tokens: combine those of one form."
             raise invalid_value("adapters", message)
         combination = Combination(
             parts=tuple(
@@ -232,7 +276,7 @@ class AdaptersApi:
                 activate=body.activate,
                 is_private=is_private,
                 response_template=parts[0].response_template,
-                chat_template=await self._uploads.chat_template(parts[0]) if parts[0].chat_template else "",
+                own_text=await self._uploads.own_text(parts[0]),
             )
 
         adapter, created, warnings = await self.take(request, identity, receive)
@@ -310,12 +354,10 @@ class AdaptersApi:
             form = await receive(tensors_path, room)
             name = identity.sight.uploaded(form.name, is_private=form.is_private)
             user = owner_of(name) or identity.user
-            warnings = tokenizer_warnings(form.tokenizer, self._text, has_template=bool(form.chat_template))
-            template = form.chat_template
-            if template and template_digest(template) == self._text.template_digest:
-                template = ""
-            if template:
-                await self._templates.check(identity.name, template)
+            own_text = form.own_text or own_text_of(form, self._text, self._uploads.vocab_size)
+            warnings = own_text_warnings(own_text, form, self._text)
+            if own_text != NO_OWN_TEXT:
+                await self._texts.check(identity.name, own_text)
             problems: list[str] = []  # with the base that the adapter names, its LoRA of vision, its config
 
             def check(upload: CheckedUpload) -> None:
@@ -331,7 +373,8 @@ class AdaptersApi:
                 problems.extend([f"left out: {upload.left_out}"] if upload.left_out else [])
                 problems.extend([upload.unknown_field] if upload.unknown_field else [])
                 problems.extend(upload.warnings)
-                problems.extend(invocation_warnings(upload.invocation_token_ids, self._text))
+                problems.extend(invocation_warnings(upload.invocation_token_ids, own_text, self._text))
+                problems.extend(untrained_tokens(own_text, upload.module_ranks, self._text))
 
             try:
                 adapter, created = await self._uploads.upload(
@@ -340,7 +383,7 @@ class AdaptersApi:
                     form.config,
                     tensors_path,
                     response_template=form.response_template,
-                    chat_template=template,
+                    own_text=own_text,
                     activate=form.activate,
                     must_be_new=form.must_be_new,
                     note=VersionNote(form.note, identity.key.key_id, user),
@@ -428,8 +471,9 @@ class AdaptersApi:
             packed_bytes=adapter.packed_bytes,
             created_at=int(adapter.created_at),
             response_template=adapter.response_template,
-            chat_template=adapter.chat_template,
+            own_text=adapter.own_text,
             invocation_token_ids=adapter.invocation_token_ids,
+            num_labels=adapter.num_labels,
             warnings=self._base_warnings(adapter.base),
         )
 

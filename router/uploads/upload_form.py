@@ -22,7 +22,7 @@ from python_multipart.multipart import parse_options_header
 from starlette.requests import Request
 
 from ...adapters.format.combination import Combination
-from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnTokenizer
+from ...adapters.format.own_tokenizer import NO_TOKENIZER, OwnText, OwnTokenizer
 from ...adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from ...adapters.names import PART
 from ...adapters.registry.versions.name_state import MAX_NOTE_CHARS
@@ -296,7 +296,7 @@ MAX_NAME_BYTES: Final = 1024
 MAX_NOTE_BYTES: Final = 4 * MAX_NOTE_CHARS
 MAX_CONFIG_BYTES: Final = 1 << 20
 MAX_CHAT_TEMPLATE_BYTES: Final = 1 << 16  # those of published models have 1 to 20 KB
-MAX_TOKENIZER_BYTES: Final = 1 << 18  # some ten thousand added tokens, compared in milliseconds
+MAX_TOKENIZER_BYTES: Final = 1 << 19  # some ten thousand added tokens, compared in milliseconds
 
 
 _File = {"contentMediaType": "application/octet-stream"}
@@ -328,9 +328,10 @@ class UploadForm:
     activate: bool = True  # the name points to it from now on
     must_be_new: bool = False  # the name
     is_private: bool = False  # it belongs to the uploader, not to the whole tenant
-    tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with, and that is not served
+    tokenizer: OwnTokenizer = NO_TOKENIZER  # that it was trained with
     response_template: str = ""  # name of the form in which it writes; empty: in the base's
     chat_template: str = ""  # by which its chats are rendered; empty: the base's
+    own_text: OwnText | None = None  # None: what is in the two fields before, where it is not the base's
 
 
 def check_form(request: Request, max_tensors_bytes: int) -> None:

@@ -28,6 +28,7 @@ from ...adapters.registry.versions.rollout import (
     versions_of,
 )
 from ...workers.wire.messages import AdapterRef, GangInfo
+from ..classification import ClassifyPrompts
 from ..config import CurrentConfig
 from ..fleet.dispatch import Dispatcher, probe
 from ..generation.generation import GenerationRequest
@@ -130,8 +131,8 @@ class VersionChoice:
 
 
 def templates_of(version: AdapterVersion | None) -> tuple[str, str]:
-    """How its chats are rendered, and its answers read."""
-    return ("", "") if version is None else (version.chat_template, version.response_template)
+    """How its texts are written, and its answers read."""
+    return ("", "") if version is None else (version.own_text, version.response_template)
 
 
 def choose_version(current: AdapterVersion | None, request: GenerationFields, identity: Identity) -> VersionChoice:
@@ -172,7 +173,7 @@ def sticky_key(request: GenerationFields, identity: Identity) -> str:
     if isinstance(request, ChatRequest):
         first = next((index for index, message in enumerate(request.messages) if message.role == "user"), None)
         beginning = None if first is None else request.messages[: first + 1]
-    elif isinstance(request, CompletionRequest):
+    if isinstance(request, CompletionRequest | ClassifyPrompts) and request.prompt:
         beginning = request.prompt if isinstance(request.prompt, str) else request.prompt[:1]
     if beginning is None:
         return f"key {identity.key.key_id}"

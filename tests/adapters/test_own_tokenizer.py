@@ -11,7 +11,13 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.errors import AdapterInvalid
-from motet.adapters.format.own_tokenizer import OwnTokenizer, read_own_tokenizer, template_digest, tokenizer_files
+from motet.adapters.format.own_tokenizer import (
+    OwnTokenizer,
+    TokenFlag,
+    read_own_tokenizer,
+    template_digest,
+    tokenizer_files,
+)
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}\n"
 
@@ -20,6 +26,7 @@ def saved(folder: Path, **options: Any) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
     tokenizer.chat_template = TEMPLATE
     tokenizer.add_tokens(["<think>", "<act>"])
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
     tokenizer.save_pretrained(folder, **options)
 
 
@@ -27,7 +34,12 @@ def saved(folder: Path, **options: Any) -> None:
 def test_what_transformers_saves_is_read(tmp_path: Path, in_a_file: bool) -> None:
     saved(tmp_path, save_jinja_files=in_a_file)
     assert (tmp_path / "chat_template.jinja").exists() == in_a_file
-    own = OwnTokenizer({"<think>": 2, "<act>": 3}, template_digest(TEMPLATE))
+    flags: dict[str, tuple[TokenFlag, ...]] = {
+        "<think>": ("normalized",),
+        "<act>": ("normalized",),
+        "<end>": ("special",),
+    }
+    own = OwnTokenizer({"<think>": 2, "<act>": 3, "<end>": 4}, template_digest(TEMPLATE), flags, "<end>")
     assert read_own_tokenizer(tmp_path) == (own, TEMPLATE)
     assert {"tokenizer.json", "tokenizer_config.json"} <= set(tokenizer_files(tmp_path))
 
@@ -38,9 +50,13 @@ def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
 
 def test_slow_tokenizers_and_several_templates(tmp_path: Path) -> None:
     (tmp_path / "added_tokens.json").write_text('{"<pad>": 7}')
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": {"content": "<end>", "lstrip": false}}')
     templates = [{"name": "tools", "template": "x"}, {"name": "default", "template": TEMPLATE}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
-    assert read_own_tokenizer(tmp_path) == (OwnTokenizer({"<pad>": 7}, template_digest(TEMPLATE)), TEMPLATE)
+    assert read_own_tokenizer(tmp_path) == (
+        OwnTokenizer({"<pad>": 7}, template_digest(TEMPLATE), {"<pad>": ("normalized",)}, "<end>"),
+        TEMPLATE,
+    )
 
 
 def test_line_ends_make_no_other_template() -> None:

@@ -134,7 +134,7 @@ def test_pages_are_those_of_torch(case: tuple[AdapterContent, AdapterLayout], ch
     content, layout = case
     expected = pack_by_torch(content, layout)
     if expected is None:
-        with pytest.raises(AdapterInvalid, match="overflows"):
+        with pytest.raises(AdapterInvalid, match="overflow"):
             list(packed_chunks(content, layout, chunk_bytes))
     else:
         assert identical(pack(content, layout), as_numpy(expected))

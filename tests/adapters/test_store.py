@@ -23,7 +23,7 @@ import torch
 from motet.adapters.adapter import EXPERT_MODULES, BaseIdentity, BaseShape, ExpertShape
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, OtherBase, StoreUnavailable
 from motet.adapters.format.content import AdapterContent, LoraMatrices
-from motet.adapters.format.own_tokenizer import template_digest
+from motet.adapters.format.own_tokenizer import OwnText, OwnToken, template_digest
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout
 from motet.adapters.packing.packing import pack, packed_chunks
@@ -100,17 +100,21 @@ def test_chat_templates_stay_beside_an_adapter_and_a_damaged_one_is_noticed(
     store: AdapterStore, content: AdapterContent, tmp_path: Path
 ) -> None:
     first, second = "{{ messages }}\r\n", "é"
-    digests = [store.put_template(content.digest, template) for template in (first, second, first)]
+    tokens = OwnText(second, (OwnToken(7, "<tool>", ("special",)),), "<tool>")
+    assert store.load_own_text(content.digest, store.put_own_text(content.digest, tokens)) == tokens
+    digests = [store.put_own_text(content.digest, OwnText(template)) for template in (first, second, first)]
     assert digests == [template_digest(template) for template in (first, second, first)]
     store.put(content, [LAYOUT])
-    assert [store.load_template(content.digest, digest) for digest in digests[:2]] == [first, second]
+    assert [store.load_own_text(content.digest, digest) for digest in digests[:2]] == [OwnText(first), OwnText(second)]
     file_of(tmp_path, content.digest, f"{digests[1]}.jinja").write_bytes(b"\xff")
     for digest in (digests[1], "0" * 64):
-        with pytest.raises(AdapterCorrupt, match=r"the chat template of adapter .* is missing or damaged: upload it"):
-            store.load_template(content.digest, digest)
+        with pytest.raises(
+            AdapterCorrupt, match=r"the chat template or the tokens of adapter .* are missing or damaged: upload"
+        ):
+            store.load_own_text(content.digest, digest)
     (tmp_path / "deep" / "store").rename(tmp_path / "away")
     with pytest.raises(StoreUnavailable):
-        store.load_template(content.digest, digests[0])
+        store.load_own_text(content.digest, digests[0])
 
 
 def test_packs_for_a_new_layout_once(

@@ -63,12 +63,16 @@ async def test_a_history_keeps_versions_and_what_people_say_of_them(registry: Re
     assert (again.version, current.version, created) == (3, 2, False)
 
 
-async def test_each_version_keeps_its_invocation(registry: Registry) -> None:
-    """Of activated LoRA: as the current version, as another one, and as one that is current again."""
+async def test_each_version_keeps_its_invocation_and_its_labels(registry: Registry) -> None:
+    """Of activated LoRA and classifiers: as the current version, as another one, and as one that is current again."""
     for number in range(1, MAX_VERSIONS + 4):
         ids = (number, 7) if number % 2 else ()
         await registry.names.register(
-            "acme", "x", **facts(number), invocation_token_ids=ids, activate=number not in (3, 4)
+            *("acme", "x"),
+            **facts(number),
+            invocation_token_ids=ids,
+            num_labels=number % 3,
+            activate=number not in (3, 4),
         )
     state = await registry.names.get("acme", "x")
     for change in (lambda name, now: name, lambda name, now: name_state.promoted(name, "9", now)):
@@ -76,6 +80,9 @@ async def test_each_version_keeps_its_invocation(registry: Registry) -> None:
         check_integrity(state)
         versions = {one.version: one.invocation_token_ids for one in versions_of(state.current)}
         assert versions == {number: (number, 7) if number % 2 else () for number in versions}
+        assert {one.version: one.num_labels for one in versions_of(state.current)} == {
+            number: number % 3 for number in versions
+        }
         assert len(versions) == MAX_VERSIONS
     assert state.current.version == 9
     assert (await registry.names.get("acme", "x")).current.invocation_token_ids == (9, 7)
@@ -277,9 +284,7 @@ async def test_a_version_keeps_its_chat_template_and_another_one_makes_another_v
     first, second = "1" * 64, "2" * 64
 
     async def uploaded(template: str, *, activate: bool = True) -> tuple[int, bool]:
-        one, _, created = await registry.names.register(
-            "acme", "x", **facts(1), chat_template=template, activate=activate
-        )
+        one, _, created = await registry.names.register("acme", "x", **facts(1), own_text=template, activate=activate)
         return one.version, created
 
     assert [await uploaded(one) for one in ("", first, first, second)] == [(1, True), (2, True), (2, False), (3, True)]
@@ -288,10 +293,10 @@ async def test_a_version_keeps_its_chat_template_and_another_one_makes_another_v
     async def templates() -> list[str]:
         current = (await registry.names.get("acme", "x")).current
         assert (await registry.get_many([("acme", "x")]))[0] == current
-        return [one.chat_template for one in versions_of(current)]
+        return [one.own_text for one in versions_of(current)]
 
     assert await templates() == [second, first, ""]
     for version in (1, 2):
         state = await registry.names.change("acme", "x", partial(_promoted, str(version)))
-        assert state.current.chat_template == ("", first)[version - 1]
+        assert state.current.own_text == ("", first)[version - 1]
         assert await templates() == [second, first, ""]

@@ -72,7 +72,7 @@ def test_what_is_not_served_of_an_adapter_is_reported(fake: FakeMotet, folder: P
     uploaded = motet(fake, "adapters", "upload", "pirate", str(folder))
     assert uploaded.exit_code == 0, uploaded.output
     assert uploaded.stderr.splitlines() == [
-        "of added_tokens.json, chat_template.jinja only a chat template is served, with the base's tokenizer",
+        "of added_tokens.json, chat_template.jinja added tokens, the chat template and eos_token are served",
         "warning: pirate: the adapter's chat template is not the base's",
     ]
     for command in (["list"], ["show", "pirate"]):

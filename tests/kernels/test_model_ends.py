@@ -16,9 +16,9 @@ from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.packing.packing import pack
 from motet.kernels import model_ends
 from motet.kernels.lora import ABSENT, LoraKernels, LoraSegment, ModuleSlice, PagedAdapter, PagedEnd, PagedEnds
-from motet.kernels.model_ends import EndGeometry, ModelEnds
+from motet.kernels.model_ends import EndGeometry, EndKernels, ModelEnds, PlainEnds
 from motet.kernels.native.build import COMPILERS, load_library
-from motet.kernels.native.lora import NativeLora
+from motet.kernels.native.lora import NativeEnds, NativeLora
 from motet.kernels.plain.lora import PlainLora
 from motet.workers.memory.host_adapter_cache import as_torch
 
@@ -34,8 +34,11 @@ adapters = st.none() | st.tuples(
 )
 
 
-def kernels_of(dtype: torch.dtype, kind: str) -> LoraKernels:
-    return PlainLora() if kind == "plain" else NativeLora(load_library(), dtype, 1)
+def kernels_of(dtype: torch.dtype, kind: str) -> tuple[EndKernels, LoraKernels]:
+    if kind == "plain":
+        return PlainEnds(), PlainLora()
+    library = load_library()
+    return NativeEnds(library, dtype, 2), NativeLora(library, dtype, 2)
 
 
 def content_of(case: tuple[dict[str, int], dict[str, set[int]]], generator: np.random.Generator) -> AdapterContent:
@@ -109,16 +112,26 @@ def test_rows_get_their_own_adapters_ends(
                 expected_logits[place] = with_head(content, states[row].float(), expected_logits[place])
 
     geometry = EndGeometry(VOCAB, VOCAB + SHAPE.padding(HEAD), HIDDEN, layout.page_elements)
-    step = ModelEnds(kernels_of(torch_dtype, kind), geometry).prepare(segments)
+    step = ModelEnds(*kernels_of(torch_dtype, kind), geometry).prepare(segments)
     assert (step is None) == all(segment.adapter.ends is None for segment in segments)
     if step is None:
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model_ends, "_PIECE_BYTES", {"cpu": 300})
         patch.setattr(model_ends, "_MAX_RUNS", 3)
+        by_row, logits_by_row = x.clone(), logits.clone()
         step.embed(x, tokens, pool, is_whole=is_whole)
         if (of_rows := step.at(rows)) is not None:
             of_rows.add_to_logits(logits, states[rows], pool)
+        for row in range(start):
+            if (alone := step.at([row])) is not None:
+                alone.embed(by_row[row : row + 1], tokens[row : row + 1], pool, is_whole=is_whole)
+                if row in rows:
+                    own = logits_by_row[rows.index(row) :][:1]
+                    alone.add_to_logits(own, states[row : row + 1], pool)
+    if kind == "native":
+        same = torch.equal(x, by_row) and torch.equal(logits, logits_by_row)
+        assert same, "a row's result is the same in any batch, to the last bit"
     torch.testing.assert_close(x.float(), expected_x, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(logits, expected_logits, atol=tolerance, rtol=tolerance)
 

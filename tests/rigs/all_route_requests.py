@@ -11,6 +11,7 @@ import msgspec
 from motet.adapters.format.peft import CONFIG_FILE, TENSORS_FILE
 from motet.adapters.registry.registry import hash_key
 from motet.router.batches.schema import FileForm
+from motet.router.classification import ClassifyRequest, ScoreRequest
 from motet.router.http.route import RouteSpec
 from motet.tests.rigs.credentials import Thing
 from motet.tests.rigs.real_front import (
@@ -25,6 +26,10 @@ from motet.tests.rigs.real_front import (
 )
 
 _PARAMETER: Final = re.compile(r"{(\w+)(?::\w+)?}")
+_ONE_OF: Final[Mapping[Any, Mapping[str, str]]] = {  # fields of a body of which each may be absent, but not all
+    ClassifyRequest: {"input": "a"},
+    ScoreRequest: {"text_1": "a", "text_2": "a"},
+}
 _ADAPTER = Thing(OWNERS_ADAPTER, "no-ones-thing")
 _ID = hash_key(OWNER_KEY)[:16]
 
@@ -86,6 +91,7 @@ def least_body(
     content = document["paths"][_PARAMETER.sub(r"{\1}", route.path)][route.method.lower()]["requestBody"]["content"]
     adapter = things["adapter"].owners if owners else things["adapter"].unowned
     body = _least(document, content["application/json"]["schema"], adapter)
+    body |= _ONE_OF.get(route.body, {})
     named = {"model", "adapter"} & {*route.body.__struct_fields__}  # which may be absent
     for field in (body.keys() | named) & things.keys():
         body[field] = things[field].owners if owners else things[field].unowned

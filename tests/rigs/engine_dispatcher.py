@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import cast
 
@@ -44,7 +45,10 @@ def app_of(
     view = FakeView()
     for name in adapters:
         ref = stock.refs[name]
-        view.adapters["acme", name] = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
+        version = AdapterVersion("acme", name, 1, ref.digest, ref.module_ranks, 1, 1.7e9)
+        if (head := stock.heads.get(name)) is not None:
+            version, view.heads[ref.digest] = replace(version, num_labels=head.num_labels), head
+        view.adapters["acme", name] = version
     return create_app(
         config=CurrentConfig(router_config(BASE, stock.store_path.parent / "spool")),
         dispatcher=dispatcher,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from motet.adapters.format.base_weights import BaseWeights
+from motet.adapters.format.score_head import ScoreHead
 from motet.adapters.format.validation import validate
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.store.store import AdapterStore
@@ -61,6 +62,7 @@ class Stock:
     layout: AdapterLayout
     block_size: int
     refs: Mapping[str, AdapterRef]
+    heads: Mapping[str, ScoreHead] = field(default_factory=dict)  # of sequence classifiers, in float32
 
     @staticmethod
     def make(
@@ -69,12 +71,15 @@ class Stock:
         model, store = ModelConfig.from_folder(model_path), AdapterStore(store_path)
         layout = ModelSharding(model).layout(block_size, dtype)
         refs, base = {}, BaseWeights(base_tensors(model_path, model.shape))
+        heads = {}
         for name, folder in adapters.items():
             config = (folder / "adapter_config.json").read_bytes()
             content = validate(config, folder / "adapter_model.safetensors", model.shape, base=base)
             store.put(content, [layout])
             refs[name] = AdapterRef(content.digest, content.module_ranks, content.invocation_token_ids)
-        return Stock(model_path, store_path, layout, block_size, refs)
+            if content.head is not None:
+                heads[name] = store.load_head(content.digest)
+        return Stock(model_path, store_path, layout, block_size, refs, heads)
 
     def num_pages(self, num_tokens: int, adapter: str | None) -> int:
         """Pages that a request takes for its prompt and completion of this many tokens, and for its adapter."""

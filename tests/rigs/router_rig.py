@@ -21,8 +21,9 @@ from transformers import PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import NameTaken
-from motet.adapters.format.own_tokenizer import template_digest
+from motet.adapters.format.own_tokenizer import NO_OWN_TEXT, OwnText
 from motet.adapters.format.peft import named_base
+from motet.adapters.format.score_head import ScoreHead
 from motet.adapters.registry.administration.administration import Administration
 from motet.adapters.registry.canary_counts import CanaryCounts
 from motet.adapters.registry.known_keys import KnownKeys
@@ -67,6 +68,7 @@ HEADERS = {"Authorization": "Bearer key-of-acme"}
 OPERATOR_KEY = "key-of-operators"
 OPERATORS = {"Authorization": f"Bearer {OPERATOR_KEY}"}
 EOS = 1
+VOCAB_SIZE = 320
 CONTEXT = 256
 CORPUS = ["hello world, the quick brown fox jumps over the lazy dog. héllo wörld 你好 世界"] * 20
 CHAT_TEMPLATE = (
@@ -208,7 +210,7 @@ class FakeDispatcher:
             num_pages=64,
             page_bytes=1024,
             num_threads=1,
-            vocab_size=320,
+            vocab_size=VOCAB_SIZE,
             eos_token_ids=self.eos_token_ids,
             sampling_defaults=self.sampling_defaults,
             hidden_size=self.hidden_size,
@@ -314,7 +316,9 @@ class FakeRegistry:
         self.invocation_token_ids: tuple[int, ...] = ()
         self.warnings: tuple[str, ...] = ()
         self.adapters: dict[tuple[str, str], AdapterVersion] = {}
-        self.chat_templates: dict[str, str] = {}  # by digest
+        self.own_texts: dict[str, OwnText] = {}  # by digest
+        self.heads: dict[str, ScoreHead | Exception] = {}  # by digest of the adapter
+        self.num_read_heads = 0
         self.error: Exception | None = None
         self.uploaded: list[tuple[str, str, bytes, str]] = []  # tenant, name, config, digest of the tensors
         self.connected = True
@@ -328,13 +332,18 @@ class FakeRegistry:
         base: str = "",
         response_template: str = "",
         chat_template: str = "",
+        own_text: OwnText = NO_OWN_TEXT,
+        head: ScoreHead | None = None,
     ) -> AdapterVersion:
         """`chat_template`: its source."""
         version = self.adapters[tenant, name].version + 1 if (tenant, name) in self.adapters else 1
         ranks, reported = {"q_proj": 8, "v_proj": 4}, dict[str, Any](base=base, response_template=response_template)
-        if chat_template:
-            reported["chat_template"] = own_digest = template_digest(chat_template)
-            self.chat_templates[own_digest] = chat_template
+        own_text = OwnText(chat_template) if chat_template else own_text
+        if own_text != NO_OWN_TEXT:
+            reported["own_text"] = own_text.digest
+            self.own_texts[own_text.digest] = own_text
+        if head is not None:
+            self.heads[digest], reported["num_labels"] = head, head.num_labels
         adapter = AdapterVersion(tenant, name, version, digest, ranks, 1234, 1700000000.5, **reported)
         self.adapters[tenant, name] = adapter
         return adapter
@@ -391,7 +400,7 @@ class FakeUploads:
         left_out, unknown_field = self._registry.left_out, self._registry.unknown_field
         warnings = self._registry.warnings
         facts = SimpleNamespace(base=base, left_out=left_out, unknown_field=unknown_field, warnings=warnings)
-        facts.invocation_token_ids = self._registry.invocation_token_ids
+        facts.invocation_token_ids, facts.module_ranks = self._registry.invocation_token_ids, {"q_proj": 8}
         given["check"](facts)
         self._registry.uploaded.append((tenant, name, config, digest))
         held = self._registry.held(tenant, name)
@@ -399,11 +408,25 @@ class FakeUploads:
             raise NameTaken(name)
         if held is not None and held.digest == digest:
             return held, False
-        templates = given.get("response_template", ""), given.get("chat_template", "")
-        return self._registry.add(tenant, name, digest, base, *templates), True
+        forms = {
+            "response_template": given.get("response_template", ""),
+            "own_text": given.get("own_text", NO_OWN_TEXT),
+        }
+        return self._registry.add(tenant, name, digest, base, **forms), True
 
-    async def chat_template(self, adapter: AdapterVersion) -> str:
-        return self._registry.chat_templates[adapter.chat_template]
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    async def own_text(self, adapter: AdapterVersion) -> OwnText:
+        return self._registry.own_texts[adapter.own_text] if adapter.own_text else NO_OWN_TEXT
+
+    async def score_head(self, adapter: AdapterVersion) -> ScoreHead:
+        self._registry.num_read_heads += 1
+        head = self._registry.heads[adapter.digest]
+        if isinstance(head, Exception):
+            raise head
+        return head
 
     async def stored(self, tenant: str, key_id: str) -> tuple[StorageUse, StorageUse]:
         self._answer()

@@ -96,7 +96,7 @@ async def test_its_chats_are_in_the_form_of_its_parts(rig: TenantsRig, tmp_path:
         made = await upload(rig, key, name, seed, fields)
     await upload(rig, key, "plain", 2)
     mix = await rig.done("POST", PATH, key, **body("one", "two"))
-    assert (mix["chat_template"], mix["response_template"]) == (made["chat_template"], made["response_template"])
+    assert (mix["own_text"], mix["response_template"]) == (made["own_text"], made["response_template"])
     answer = await rig.ask("POST", PATH, key, **body("one", "plain"))
     assert answer.status_code == 400
     assert "they have different response templates or chat templates" in answer.json()["error"]["message"]
@@ -105,4 +105,4 @@ async def test_its_chats_are_in_the_form_of_its_parts(rig: TenantsRig, tmp_path:
     answer = await rig.ask("POST", PATH, key, **body("one", name="other"))
     if "chat_template" in fields:
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_adapter")
-        assert "is missing or damaged: upload it again" in answer.json()["error"]["message"]
+        assert "missing or damaged: upload it again" in answer.json()["error"]["message"]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from motet.adapters.errors import AdapterInvalid, RegistryUnavailable, UploadTooLarge
-from motet.adapters.format.own_tokenizer import template_digest
+from motet.adapters.format.own_tokenizer import OwnText, OwnToken, template_digest
 from motet.router.text.text import TextService
 from motet.router.uploads import adapters_api
 from motet.router.uploads.upload_form import UploadSpool
@@ -82,8 +82,9 @@ async def test_upload_again_and_anew(rig: RouterRig) -> None:
         "packed_bytes": 0,
         "created_at": 1700000000,
         "response_template": "",
-        "chat_template": "",
+        "own_text": "",
         "invocation_token_ids": [],
+        "num_labels": 0,
         "warnings": [],
         "object": "adapter",
     }
@@ -122,8 +123,12 @@ async def test_an_invocation_that_no_text_has_is_warned_of(rig: RouterRig, text:
     rig.registry.invocation_token_ids = (last,)
     assert (await send(rig, *parts)).json()["warnings"] == []
     rig.registry.invocation_token_ids = (last, last + 1)
+    own = await send(
+        rig, tokenizer_part(added_tokens={"<go>": last + 1}), *parts[:2], part("adapter_model.safetensors", b"1", "t")
+    )
+    assert "alora_invocation_tokens" not in own.text
     (warning,) = (await send(rig, *parts)).json()["warnings"]
-    assert warning.startswith(f"alora_invocation_tokens has {last + 1}, which are not tokens of the base's tokenizer")
+    assert warning.startswith(f"alora_invocation_tokens has {last + 1}, which are not tokens of its tokenizer")
 
 
 async def test_an_adapter_of_another_base_is_warned_of_or_refused(tmp_path: Path, text: TextService) -> None:
@@ -152,16 +157,39 @@ def tokenizer_part(**own: Any) -> bytes:
     return part("tokenizer", json.dumps(own).encode())
 
 
-async def test_tokens_that_the_base_lacks_are_refused(rig: RouterRig) -> None:
+@pytest.mark.parametrize(
+    ("own", "problem"),
+    [
+        ({"added_tokens": {"<|end|>": 7}}, "has '<|end|>' under the id 7, and the base's under 1: train"),
+        ({"added_tokens": {"<think>": 320}}, "adds '<think>' with the id 320, and the base's embedding has 320 rows"),
+        ({"added_tokens": {"<think>": 319}}, "cannot be served beside the base's: '<think>' cannot have the id 319"),
+        ({"added_tokens": {"a": 2}}, "has 'a' under the id 2"),
+    ],
+)
+async def test_tokens_that_cannot_be_served_are_named(rig: RouterRig, own: dict[str, Any], problem: str) -> None:
+    refused = await send(rig, tokenizer_part(**own), NAME_PART, CONFIG_PART, TENSORS_PART)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
+    assert problem in refused.json()["error"]["message"]
+    assert rig.registry.uploaded == []
+
+
+async def test_tokens_of_its_own_are_kept(rig: RouterRig) -> None:
+    """The base's are none of them, and a token that was never trained is warned of."""
     of_base = {token: rig.text.token_id(token) for token in ("<|start|>", "<|end|>")}
     parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
-    for added in ({**of_base, "<think>": 320}, {"<|end|>": 7}):
-        refused = await send(rig, tokenizer_part(added_tokens=added), *parts)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")
-        assert f"adds tokens that the base's does not have, or has under another id: {list(added)[-1]}." in refused.text
-    assert rig.registry.uploaded == []
-    taken = await send(rig, tokenizer_part(added_tokens=of_base), *parts)
-    assert (taken.status_code, taken.json()["warnings"]) == (201, [])
+    plain = await send(rig, tokenizer_part(added_tokens=of_base, end_token="<|end|>"), *parts)
+    assert (plain.status_code, plain.json()["own_text"], plain.json()["warnings"]) == (201, "", [])
+    first = rig.text._backend.get_vocab_size()
+    added = {**of_base, "<think>": first, "</think>": first + 1}
+    other_tensors = part("adapter_model.safetensors", b"other", "t")
+    flags = {"<think>": ["special"]}
+    own = tokenizer_part(added_tokens=added, flags=flags, end_token="</think>")
+    taken = await send(rig, own, *parts[:2], other_tensors)
+    (warning,) = taken.json()["warnings"]
+    assert warning.startswith("the adapter's tokenizer adds <think>, </think>, and the adapter changes no embedding")
+    tokens = (OwnToken(first, "<think>", ("special",)), OwnToken(first + 1, "</think>"))
+    kept = rig.registry.own_texts[taken.json()["own_text"]]
+    assert (taken.status_code, kept) == (201, OwnText("", tokens, "</think>"))
 
 
 async def test_another_chat_template_is_warned_of(rig: RouterRig) -> None:
@@ -177,14 +205,14 @@ async def test_another_chat_template_is_warned_of(rig: RouterRig) -> None:
 async def test_a_chat_template_of_its_own_is_kept_and_tried(rig: RouterRig) -> None:
     parts = (NAME_PART, CONFIG_PART, TENSORS_PART)
     base = await send(rig, part("chat_template", CHAT_TEMPLATE.encode()), *parts)
-    assert (base.status_code, base.json()["chat_template"]) == (201, ""), "it is the base's"
+    assert (base.status_code, base.json()["own_text"]) == (201, ""), "it is the base's"
     own = "{{ messages[0].content }}"
     digest = template_digest(own)
     other_tensors = part("adapter_model.safetensors", TENSORS[1:], "t")
     taken = await send(
         rig, part("chat_template", own.encode()), tokenizer_part(chat_template=digest), *parts[:2], other_tensors
     )
-    assert (taken.status_code, taken.json()["chat_template"], taken.json()["warnings"]) == (201, digest, [])
+    assert (taken.status_code, taken.json()["own_text"], taken.json()["warnings"]) == (201, digest, [])
     for template, problem in ((b"{% for %}", "cannot be compiled"), (b"{{ 1 // 0 }}", "division")):
         refused = await send(rig, part("chat_template", template), *parts)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_adapter")

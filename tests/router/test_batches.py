@@ -18,17 +18,21 @@ from pstats import Stats
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from motet.adapters import ended_tasks
 from motet.adapters.ended_tasks import end_tasks
 from motet.adapters.errors import RegistryUnavailable
+from motet.adapters.format.content import AdapterContent
+from motet.adapters.format.score_head import ScoreHead
 from motet.adapters.registry.batches import batch_registry
 from motet.adapters.registry.batches.batch_registry import BatchRegistry
 from motet.adapters.registry.batches.records import BatchRecord
 from motet.adapters.registry.registry import hash_key
 from motet.adapters.registry.registry_keys import FILE_ENDS
 from motet.adapters.registry.tenants.records import KeyRecord
+from motet.adapters.store.store import AdapterStore
 from motet.router.batches import batch_files, batch_runner
 from motet.router.batches.batch_files import BatchResults, FileStore, InputCheck, LineReader, Result
 from motet.router.batches.batches import Batches
@@ -231,6 +235,29 @@ async def test_the_other_endpoints(running: RealFront, endpoint: str, body: dict
     ((found,)) = await owner.lines(batch["output_file_id"])
     assert found["response"]["body"]["object"] in ("chat.completion", "list", "response")
     assert batch["usage"] == usage_of([found]) and batch["usage"]["input_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/classify", {"input": "hi"}),
+        ("/v1/score", {"text_1": "hi", "text_2": "there"}),
+        ("/v1/rerank", {"query": "hi", "documents": ["there"]}),
+    ],
+)
+async def test_lines_of_classifiers(running: RealFront, endpoint: str, body: dict[str, Any]) -> None:
+    content = AdapterContent({}, head=ScoreHead(np.eye(1, 8, dtype=np.float32)))
+    AdapterStore(running.folder / "store").put(content, [])
+    facts: dict[str, Any] = {"module_ranks": {"q_proj": 4}, "num_bytes": 1, "num_labels": 1}
+    await running.registry.names.register(OWNER, "reward", digest=content.digest, **facts)
+    await running.view.catch_up()
+    owner, request = BatchClient(running), {"custom_id": "a", "method": "POST", "url": endpoint}
+    lines = [{**request, "body": {"model": "reward", **body}}]
+    batch = await owner.ended(await owner.create(await owner.upload(lines), endpoint))
+    assert (batch["status"], batch["error_file_id"]) == ("completed", None), await owner.lines(batch["error_file_id"])
+    ((answer,)) = await owner.lines(batch["output_file_id"])
+    assert (answer["response"]["body"].get("data") or answer["response"]["body"]["results"])[0]["index"] == 0
+    assert batch["usage"] == usage_of([answer]) and batch["usage"]["input_tokens"] > 0
 
 
 GOOD = line("x")

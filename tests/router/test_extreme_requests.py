@@ -10,10 +10,13 @@ from pathlib import Path
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
+from motet.adapters.format.score_head import ScoreHead
 from motet.router.anthropic.message_chat import CountTokensRequest, MessagesRequest
 from motet.router.bodies.request_decoder import refused_fields
+from motet.router.classification import ClassifyRequest, RerankRequest, ScoreRequest
 from motet.router.embeddings import EmbeddingsRequest
 from motet.router.openai.request_schema import (
     ChatRequest,
@@ -105,6 +108,9 @@ ROUTES_OF_TEXT: tuple[
     tuple[str, type[msgspec.Struct], dict[str, str], set[str]], ...
 ] = (  # path, body, a good one, and more
     ("/v1/embeddings", EmbeddingsRequest, {"input": "[5,6,7]"}, set()),
+    ("/classify", ClassifyRequest, {"model": '"x"', "input": "[5,6,7]"}, set()),
+    ("/score", ScoreRequest, {"model": '"x"', "text_1": '"a"', "text_2": '["b","c"]'}, set()),
+    ("/rerank", RerankRequest, {"model": '"x"', "query": '"a"', "documents": '["b","c"]'}, set()),
     ("/tokenize", TokenizeRequest, {"prompt": '"a"'}, {"truncate_prompt_tokens", "max_tokens", "tools", "messages"}),
     ("/detokenize", DetokenizeRequest, {"tokens": "[5,6]"}, set()),
     ("/v1/messages/count_tokens", CountTokensRequest, {"messages": '[{"role":"user","content":"a"}]'}, set()),
@@ -127,6 +133,7 @@ async def test_each_field_of_the_small_doors(
 ) -> None:
     """Whatever comes: an answer, or an error of the client's that names a reason; never another's files."""
     rig = RouterRig(tmp_path / "spool", text_service(), adapter_folders=f"{tmp_path}/allowed/{{tenant}}")
+    rig.registry.add("acme", "x", head=ScoreHead(np.ones((1, 8), np.float32)))
     own = (
         set(kind.__struct_fields__) - (set(ChatRequest.__struct_fields__) if kind is TokenizeRequest else set()) | more
     )

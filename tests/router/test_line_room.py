@@ -8,11 +8,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from motet.adapters.format.score_head import ScoreHead
 from motet.router.batches.line_call import LINE_ROOM, LineRoom, ReservedRoom
 from motet.router.text.text import TextService
 from motet.tests.rigs.batch_client import BatchClient, line
@@ -130,6 +132,8 @@ LINES: dict[str, tuple[str, dict[str, Any]]] = {
         {"input": "hello", "max_output_tokens": 99, "metadata": {str(i): "\x01" * 500 for i in range(15)}},
     ),
     "embeddings": ("/v1/embeddings", {"input": [PROMPT] * 9}),
+    "classes": ("/v1/classify", {"model": "wide", "input": [PROMPT] * 9}),
+    "documents": ("/v1/rerank", {"model": "one", "query": PROMPT, "documents": ["\x01" * 999, PROMPT] * 9}),
 }
 
 
@@ -149,6 +153,9 @@ async def test_no_answer_is_longer_than_what_is_reserved_for_it(text: TextServic
     held = ReservedRoom(room, "acme")
     rig = RouterRig(tmp_path, text)
     rig.app.add_middleware(AsLine, room=held)
+    for name_of_head, num_labels in (("one", 1), ("wide", 999)):
+        head = ScoreHead(np.full((num_labels, 8), 1e-9, np.float32))
+        rig.registry.add("acme", name_of_head, name_of_head[0] * 64, head=head)
     rig.dispatcher.context = 1 << 16
     path, fields = LINES[name]
     for answer in ("the fox ", "\x01", "猫", '"'):

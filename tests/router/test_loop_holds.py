@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from motet.adapters.format.score_head import ScoreHead
 from motet.router.text.text import TextService
 from motet.tests.rigs.loop_holds import measured_holds
 from motet.tests.rigs.patience import PATIENCE_S
@@ -126,6 +128,19 @@ EMBEDDINGS = {
     "very many inputs": HEAD + b'"dimensions":9,"input":' + listed(b'"a"', 2048) + b"}",
     "very many long inputs": HEAD + b'"dimensions":9,"input":' + listed(listed(b"300", 1500), 2048) + b"}",
 }
+HEAD_OF_CLASSIFIER = b'{"model":"wide",'
+CLASSIFIED = {
+    "many labels of many inputs": HEAD_OF_CLASSIFIER + b'"input":' + listed(listed(b"300", 10), 500) + b"}",
+    "a long chat": HEAD_OF_CLASSIFIER + b'"messages":[{"role":"user","content":"' + WORDS.encode() * 10_000 + b'"}]}',
+}
+RERANKED = {
+    "a long query of many documents": b'{"model":"one","query":"'
+    + WORDS.encode() * 60
+    + b'","documents":'
+    + listed(b'"' + WORDS.encode() * 60 + b'"', 2047)
+    + b"}",
+    "very many small documents": b'{"model":"one","query":"a","documents":' + listed(b'{"text":"a"}', 2048) + b"}",
+}
 TOKENIZED = {
     "a long text": HEAD + b'"prompt":"' + WORDS.encode() * 120_000 + b'"}',
     "the end of a long text": HEAD + b'"truncate_prompt_tokens":9,"prompt":"' + WORDS.encode() * 120_000 + b'"}',
@@ -140,6 +155,8 @@ DETOKENIZED = {
 }
 CASES = [("/v1/chat/completions", name, body) for name, body in CHATS.items()]
 CASES += [("/v1/embeddings", name, body) for name, body in EMBEDDINGS.items()]
+CASES += [("/v1/classify", name, body) for name, body in CLASSIFIED.items()]
+CASES += [("/v1/rerank", name, body) for name, body in RERANKED.items()]
 CASES += [("/v1/completions", name, body) for name, body in COMPLETIONS.items()]
 CASES += [("/v1/responses", name, body) for name, body in RESPONSES.items()]
 CASES += [("/v1/messages", name, body) for name, body in MESSAGES.items()]
@@ -158,6 +175,8 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
     rig = RouterRig(tmp_path / "spool", text)
     rig.dispatcher.context, rig.dispatcher.hidden_size = CONTEXT, 4096
     rig.dispatcher.answer = rig.ids("a" * 190)
+    for name, num_labels in (("one", 1), ("wide", 1024)):
+        rig.registry.add("acme", name, name[0] * 64, head=ScoreHead(np.full((num_labels, 4096), 1e-9, np.float32)))
     return rig
 
 

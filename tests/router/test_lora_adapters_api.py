@@ -118,7 +118,7 @@ async def test_chats_are_rendered_by_the_template_in_the_folder(
     (shared / "mine" / "tokenizer.json").write_text('{"added_tokens": [], "model": {"vocab": ' + "[1, " * 1_000_000)
     loaded = await load(rig, shared / "mine")
     assert loaded.status_code == 200 and "Warning" not in loaded.text
-    assert rig.registry.adapters["acme", "pirate"].chat_template == template_digest(template)
+    assert rig.registry.adapters["acme", "pirate"].own_text == template_digest(template)
     (shared / "mine" / "chat_template.jinja").write_text("{% if %}")
     refused = await load(rig, shared / "mine", load_inplace=True)
     assert refused.status_code == 400 and "cannot be compiled" in refused.text

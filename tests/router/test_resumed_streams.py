@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from motet.adapters.format.own_tokenizer import OwnText, OwnToken
 from motet.adapters.registry.versions.rollout import Rollout, with_others
 from motet.router.text.text import TextService
 from motet.tests.rigs.router_rig import (
@@ -233,10 +234,16 @@ async def test_a_name_that_has_moved_on(rig: RouterRig) -> None:
 
 
 @pytest.mark.parametrize(
-    "templates", [{}, {"chat_template": "{{ messages[0].content }}"}, {"response_template": "glm"}]
+    "templates",
+    [
+        {},
+        {"chat_template": "{{ messages[0].content }}"},
+        {"response_template": "glm"},
+        {"own_text": OwnText(tokens=(OwnToken(73, "h"),))},
+    ],
 )
 async def test_a_stream_goes_on_by_the_templates_of_the_version_that_it_began_with(
-    rig: RouterRig, templates: dict[str, str]
+    rig: RouterRig, templates: dict[str, Any]
 ) -> None:
     begun = rig.registry.add("acme", "pirate", "abc")
     body = {"model": "pirate", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 5}
@@ -251,7 +258,7 @@ async def test_a_stream_goes_on_by_the_templates_of_the_version_that_it_began_wi
     assert (*request.prompt_token_ids,) == prompt and request.adapter is not None and request.adapter.digest == "abc"
     anew = await post(rig, CHAT, body)
     assert anew.status_code == 200 and rig.dispatcher.submitted[-1].adapter.digest == "def"  # type: ignore[union-attr]
-    assert ((*rig.dispatcher.submitted[-1].prompt_token_ids,) == prompt) == ("chat_template" not in templates)
+    assert ((*rig.dispatcher.submitted[-1].prompt_token_ids,) == prompt) == (templates.keys() <= {"response_template"})
 
 
 async def test_an_answer_in_one_piece_cannot_be_resumed(rig: RouterRig) -> None:

@@ -53,7 +53,7 @@ class AdapterTables:
         if (ends := layout.shape.ends) is not None:
             padded = ends.vocab_size + layout.shape.padding(HEAD)
             geometry = EndGeometry(ends.vocab_size, padded, ends.hidden_size, layout.page_elements)
-            self._ends = ModelEnds(kernels.lora, geometry)
+            self._ends = ModelEnds(kernels.ends, kernels.lora, geometry)
 
     @property
     def can_be_recorded(self) -> bool:

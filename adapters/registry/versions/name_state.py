@@ -244,7 +244,7 @@ def check_integrity(state: NameState) -> None:
     versions = [facts.version for facts in rollout.others]
     assert versions == sorted(set(versions)) and state.current.version not in versions
     all_versions = {*versions, state.current.version}
-    assert {*rollout.invocations, *rollout.templates} <= {*versions}, "of versions that are gone"
+    assert {*rollout.invocations, *rollout.own_texts} <= {*versions}, "of versions that are gone"
     assert rollout.pointed_to() <= all_versions, "something points to a version that is gone"
     assert len(versions) < MAX_VERSIONS + len(rollout.pointed_to()) + 1 and len(rollout.aliases) <= MAX_ALIASES
     for trial in (rollout.canary, rollout.shadow):

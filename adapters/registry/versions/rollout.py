@@ -56,7 +56,8 @@ class Shadow(msgspec.Struct, frozen=True):
 class Rollout(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     others: tuple[VersionFacts, ...] = ()  # by version
     invocations: Mapping[int, tuple[int, ...]] = {}  # token ids, of those of `others` that are activated LoRA
-    templates: Mapping[int, str] = {}  # digests, of those of `others` that have chat templates of their own
+    own_texts: Mapping[int, str] = msgspec.field(default={}, name="templates")  # of `others`, where they have one
+    labels: Mapping[int, int] = {}  # their number, of those of `others` that have score heads
     previous: tuple[int, ...] = ()  # versions that were current before, the newest last
     aliases: Mapping[str, int] = {}
     canary: Canary | None = None
@@ -97,18 +98,20 @@ def rollout_of(current: AdapterVersion) -> Rollout:
 
 def with_others(rollout: Rollout, versions: Iterable[VersionFacts], addition: AdapterVersion | None = None) -> Rollout:
     """With these versions, and `addition`, beside the current one."""
-    invocations, templates = {**rollout.invocations}, {**rollout.templates}
+    invocations, own_texts, labels = {**rollout.invocations}, {**rollout.own_texts}, {**rollout.labels}
     if addition is not None:
         versions = (*versions, facts_of(addition))
         invocations[addition.version] = addition.invocation_token_ids
-        templates[addition.version] = addition.chat_template
+        own_texts[addition.version] = addition.own_text
+        labels[addition.version] = addition.num_labels
     by_number = sorted(versions, key=lambda facts: facts.version)
     numbers = {facts.version for facts in by_number}
     return msgspec.structs.replace(
         rollout,
         others=tuple(by_number),
         invocations={version: ids for version, ids in invocations.items() if version in numbers and ids},
-        templates={version: digest for version, digest in templates.items() if version in numbers and digest},
+        own_texts={version: digest for version, digest in own_texts.items() if version in numbers and digest},
+        labels={version: number for version, number in labels.items() if version in numbers and number},
     )
 
 
@@ -160,7 +163,8 @@ def _adapter(current: AdapterVersion, facts: VersionFacts) -> AdapterVersion:
         base=facts.base,
         response_template=facts.response_template,
         invocation_token_ids=rollout_of(current).invocations.get(facts.version, ()),
-        chat_template=rollout_of(current).templates.get(facts.version, ""),
+        own_text=rollout_of(current).own_texts.get(facts.version, ""),
+        num_labels=rollout_of(current).labels.get(facts.version, 0),
         revision=current.revision,
     )
 

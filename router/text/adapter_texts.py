@@ -1,4 +1,7 @@
-"""Chats of adapters that have chat templates of their own, rendered beside the router."""
+"""Texts of adapters that have tokens or chat templates of their own.
+
+A tokenizer with more added tokens shares the base's model. Chat templates are rendered beside the router.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +18,29 @@ from jinja2 import TemplateError
 
 from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
+from ...adapters.format.own_tokenizer import OwnText
 from ...adapters.processes.child_processes import ChildProcesses
 from ...adapters.tenant_places import TenantPlaces
 from ..http.errors import ApiError, unavailable
 from .chat_renderer import ChatTemplateError
 from .template_process import Probed, Rendered
-from .text import TextService
+from .text import OwnRendering, TextService
 
 NUM_PROCESSES: Final = 2  # of which a tenant has one
 DEADLINE_S: Final = 30.0  # for one chat, on a machine that is busy: its CPU is bounded more closely
 NUM_THREADS: Final = 8  # of chats that are rendered, or wait for a process
 MOST_THREADS: Final = 2  # of one tenant
-MAX_KNOWN: Final = 256  # templates, by tenant
+MAX_KNOWN: Final = 256  # that are ready, by tenant
+MAX_KNOWN_TOKENS: Final = 1 << 17  # added ones of those that have some of their own, some 1 KiB each
 _MODULE: Final = "motet.router.text.template_process"
 _log = logging.getLogger(__name__)
 
 
-class AdapterTemplates:
+class AdapterTexts:
     """Belongs to one event loop. Its processes start at first use."""
 
-    def __init__(self, base: TextService, read: Callable[[AdapterVersion], Awaitable[str]]) -> None:
-        """`read`: the source of a version's chat template, from the store."""
+    def __init__(self, base: TextService, read: Callable[[AdapterVersion], Awaitable[OwnText]]) -> None:
+        """`read`: what a version has of its own, from the store."""
         self._base, self._read = base, read
         self._processes = ChildProcesses(_MODULE, NUM_PROCESSES, DEADLINE_S)
         self._places = TenantPlaces(NUM_PROCESSES)
@@ -43,53 +48,56 @@ class AdapterTemplates:
         self._turns = TenantPlaces(NUM_THREADS, MOST_THREADS)
         self._texts: OrderedDict[tuple[str, str], TextService] = OrderedDict()  # the last used one last
 
-    async def check(self, tenant: str, template: str) -> None:
-        """Raises AdapterInvalid for a template that cannot be compiled, or that takes too much to be tried."""
+    async def check(self, tenant: str, own_text: OwnText) -> None:
+        """Raises AdapterInvalid for tokens that it cannot have, and for a template that cannot be compiled."""
         try:
-            await self._probe(tenant, template)
+            await self._service(tenant, own_text)
         except ChatTemplateError as error:
             raise AdapterInvalid(f"{error}: send another, or none for the base's") from error
+        except ValueError as error:
+            raise AdapterInvalid(f"the adapter's tokenizer cannot be served beside the base's: {error}") from error
 
     async def text(self, tenant: str, version: AdapterVersion | None) -> TextService:
-        """What renders the version's chats. None: the base's.
+        """That of a version's requests. None: the base's.
 
-        Raises a 400 for a template that takes too much to be tried, 500 for one that is damaged, and 503.
+        Raises a 400 for a template that takes too much to be tried, 500 for what is damaged, and 503.
         """
-        if version is None or not version.chat_template:
+        if version is None or not version.own_text:
             return self._base.of(tenant)
-        key = tenant, version.chat_template
+        key = tenant, version.own_text
         text = self._texts.get(key)
         if text is None:
             try:
-                template = await self._read(version)
-                probed = await self._probe(tenant, template)
+                text = self._texts[key] = await self._service(tenant, await self._read(version))
             except StoreUnavailable as error:
                 raise unavailable(str(error), "store_unavailable") from error
-            except AdapterCorrupt as error:
+            except (AdapterCorrupt, ValueError) as error:
                 raise ApiError(500, str(error), code="adapter_failed") from error
             except ChatTemplateError as error:
                 raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
-            apply = _Apply(self, asyncio.get_running_loop(), tenant, template)
-            of_template = self._base.with_template
-            arguments = (template, probed.forms, probed.chats, apply, self._threads, self._turns)
-            text = self._texts[key] = (await asyncio.to_thread(of_template, *arguments)).of(tenant)
         self._texts.move_to_end(key)
-        if len(self._texts) > MAX_KNOWN:
+        while len(self._texts) > MAX_KNOWN or sum(each.num_own for each in self._texts.values()) > MAX_KNOWN_TOKENS:
             self._texts.popitem(last=False)
         return text
 
-    async def _probe(self, tenant: str, template: str) -> Probed:
-        return msgspec.json.decode(await self.rendered(tenant, template, self.question({})), type=Probed)
+    async def _service(self, tenant: str, own_text: OwnText) -> TextService:
+        """Raises ValueError for tokens that it cannot have, ChatTemplateError, and 503."""
+        rendering = None
+        if own_text.chat_template:
+            probed = msgspec.json.decode(await self.rendered(tenant, own_text, {}), type=Probed)
+            apply = _Apply(self, asyncio.get_running_loop(), tenant, own_text)
+            rendering = OwnRendering(probed.forms, probed.chats, apply, self._threads, self._turns)
+        return (await asyncio.to_thread(self._base.of_adapter, own_text, rendering)).of(tenant)
 
-    def question(self, chat: Mapping[str, Any]) -> bytes:
-        return json.dumps({**chat, "special_tokens": self._base.special_tokens}).encode()
-
-    async def rendered(self, tenant: str, template: str, question: bytes) -> str:
+    async def rendered(self, tenant: str, own_text: OwnText, chat: Mapping[str, Any]) -> str:
         """JSON of what has come of it. Raises ChatTemplateError, TemplateError for messages that it refuses, 503."""
+        special = {**self._base.special_tokens, **({"eos_token": own_text.end_token} if own_text.end_token else {})}
+        question = json.dumps({**chat, "special_tokens": special}).encode()
         try:
             async with self._places.of(tenant), self._processes.process() as process:
                 answer = await process.ask(
-                    [template.encode(), question], lambda frames: msgspec.msgpack.decode(frames[0], type=Rendered)
+                    [own_text.chat_template.encode(), question],
+                    lambda frames: msgspec.msgpack.decode(frames[0], type=Rendered),
                 )
         except (OSError, EOFError, TimeoutError) as error:
             _log.warning("a chat could not be rendered by its adapter's template: %r", error)
@@ -104,12 +112,9 @@ class AdapterTemplates:
 class _Apply:
     """Renders by one template, for a thread that may wait."""
 
-    def __init__(
-        self, templates: AdapterTemplates, loop: asyncio.AbstractEventLoop, tenant: str, template: str
-    ) -> None:
-        self._templates, self._loop, self._tenant, self._template = templates, loop, tenant, template
+    def __init__(self, texts: AdapterTexts, loop: asyncio.AbstractEventLoop, tenant: str, own_text: OwnText) -> None:
+        self._texts, self._loop, self._tenant, self._own_text = texts, loop, tenant, own_text
 
     def __call__(self, messages: Any, **options: Any) -> str:
-        question = self._templates.question({"messages": messages, "options": options})
-        work = self._templates.rendered(self._tenant, self._template, question)
+        work = self._texts.rendered(self._tenant, self._own_text, {"messages": messages, "options": options})
         return str(json.loads(asyncio.run_coroutine_threadsafe(work, self._loop).result()))

@@ -1,8 +1,9 @@
-"""An adapter's own chat template from its upload to its chats, over HTTP."""
+"""An adapter's own chat template and tokens from its upload to its answers, over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ async def test_a_versions_chats_are_rendered_by_its_template(tmp_path: Path, red
             again, is_newer = await asyncio.to_thread(client.upload_adapter, "pirate", adapter)
         assert (info.version, is_new, again.version, is_newer) == (2, True, 2, False)
         seen = (await served.http.get("/v1/adapters/pirate")).json()
-        assert seen["chat_template"] == template_digest(OWN)
+        assert seen["own_text"] == template_digest(OWN)
         own = (await served.http.post("/tokenize", json={"prompt": "abc user"})).json()["tokens"]
         of_base = await tokens(served.base)
         assert await tokens("pirate") == await tokens("pirate@2") == own != of_base == await tokens("pirate@1")
@@ -61,3 +62,32 @@ async def test_a_versions_chats_are_rendered_by_its_template(tmp_path: Path, red
         assert await num_prompt_tokens("pirate@2") == len(own)
     (file,) = (tmp_path / "data").rglob("*.jinja")
     assert file.parent.name in AdapterStore(file.parents[2]).digests() and file.read_text() == OWN
+
+
+async def test_a_versions_answers_end_with_its_token(tmp_path: Path, redis_client: Redis) -> None:
+    """It stands in the place of one that the base reserves, as trainers do where the vocabulary has no room."""
+    folder = write_model("llama", tmp_path / "model")
+    write_tokenizer(folder)
+    adapter = write_adapters(folder, tmp_path / "adapters")["rank8"]
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    reserved = next(token for token in tokenizer["added_tokens"] if token["content"] == "<pad3>")
+    reserved["content"] = "<over>"
+    (adapter / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (adapter / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<over>"}))
+    settings = {"dtype": "float32", "block_size": 8, "pool_bytes": 1 << 23}
+    async with served_folder(folder, tmp_path / "data", redis_client, **settings) as served:
+        key = next(key for key, tenant in KEYS.items() if tenant == "acme")
+        with MotetClient(str(served.http.base_url), key) as client:
+            info, _ = await asyncio.to_thread(client.upload_adapter, "pirate", adapter)
+        assert "own_text" in info.fields and "<over>" in str(info.warnings), "it is not trained"
+        for model, name in (("pirate", "<over>"), (served.base, "<pad3>")):
+            fields = {"prompt": f"ab{name}", "max_tokens": 3, "logit_bias": {reserved["id"]: 100}, "temperature": 0}
+            answer = await served.http.post("/v1/completions", json={"model": model, "logprobs": 0, **fields})
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            num_tokens = answer.json()["usage"]["completion_tokens"]
+            ends = model == "pirate"
+            assert (choice["finish_reason"], num_tokens) == (("stop", 1) if ends else ("length", 3))
+            assert (choice["text"], choice["stop_reason"]) == ("", None)
+            tokens = (await served.http.post("/tokenize", json={"model": model, **fields})).json()["tokens"]
+            assert tokens[-1] == reserved["id"]
