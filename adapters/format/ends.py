@@ -101,6 +101,11 @@ def match_end_tensors(
         if not (end == HEAD and tied_tokens)
     }
     with_tokens = {*tokens, HEAD} if tied_tokens else {*tokens}
+    if HEAD in with_tokens and ends.head_has_bias:
+        raise AdapterInvalid(
+            "trainable_token_indices has rows of lm_head, and the head of this base has a bias, which PEFT leaves out "
+            "there: name tokens of embed_tokens alone, or lm_head in modules_to_save"
+        )
     for (end, kind), name in by_kind.items():
         _check_kind(end, kind, name, shape.path(end), saved, loras, with_tokens)
         rows = len(token_ids[end if end in tokens else EMBEDDING]) if kind == "tokens" else ends.vocab_size

@@ -610,6 +610,12 @@ def test_a_bias_of_the_head_may_be_the_base_s_own(fields: dict[str, Any], tmp_pa
     peft.save_pretrained(tmp_path, **SAVE)
     assert any(name.startswith(LM_HEAD) and name.endswith("bias") for name in load_file(tmp_path / TENSORS))
     assert not content_of(base, tmp_path).token_rows
+    configure(tmp_path, trainable_token_indices={"lm_head": [1]}, modules_to_save=None, target_modules=["q_proj"])
+    edit(
+        tmp_path, lambda tensors: tensors.update({f"{LM_HEAD}.{TOKENS.partition('tokens.')[2]}": torch.ones(1, HIDDEN)})
+    )
+    with pytest.raises(AdapterInvalid, match="the head of this base has a bias, which PEFT leaves out there"):
+        content_of(base, tmp_path)
     train(peft)
     for name, parameter in peft.named_parameters():
         if "lm_head" in name and name.endswith("bias"):
