@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -39,7 +39,8 @@ FLAGS: Final[tuple[TokenFlag, ...]] = ("special", "normalized", "lstrip", "rstri
 _ORDINARY: Final[tuple[TokenFlag, ...]] = ("normalized",)  # as `add_tokens` adds a text
 _END: Final = "eos_token"
 # Where a config names tokens, which are special then.
-_NAMES: Final = (_END, *(f"{name}_token" for name in ("bos", "unk", "sep", "pad", "cls", "mask")))
+SpecialName = Literal["bos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"]
+_NAMES: Final = (_END, *get_args(SpecialName))
 _LISTS_OF_NAMES: Final = ("additional_special_tokens", "extra_special_tokens")
 
 
@@ -50,7 +51,7 @@ class OwnTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     chat_template: str = ""  # its `template_digest`; empty: it has none
     flags: Mapping[str, tuple[TokenFlag, ...]] = {}  # of added tokens that have some
     end_token: str = ""  # its `eos_token`; empty: it names none
-    special_tokens: Mapping[str, str] = {}  # the others that it names, such as `bos_token`
+    special_tokens: Mapping[SpecialName, str] = {}  # the others that it names
 
 
 NO_TOKENIZER: Final = OwnTokenizer()
@@ -73,7 +74,7 @@ class OwnText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     chat_template: str = ""
     tokens: tuple[OwnToken, ...] = ()  # by id
     end_token: str = ""  # it ends answers, as do the base's
-    special_tokens: Mapping[str, str] = {}  # by names that its template knows
+    special_tokens: Mapping[SpecialName, str] = {}  # those that its template names
 
     def encode(self) -> bytes:
         """A chat template alone is stored as it is, as it was before there was more."""
@@ -166,6 +167,7 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> tuple[OwnT
             "end_token": texts[0],
             "special_tokens": {name: text for name, text in zip(_NAMES, texts, strict=False) if text and name != _END},
         }
+        msgspec.json.encode(facts)  # raises UnicodeEncodeError for half a character, which JSON can escape
         return msgspec.convert(facts, OwnTokenizer), template
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         message = f"the tokenizer in {where} cannot be read ({error}): save it again, or remove it"

@@ -100,7 +100,9 @@ class AdapterTexts:
 
     def question(self, own_text: OwnText, **chat: Any) -> bytes:
         """For `rendered`. Slow for a long chat. No chat: what is known of the template."""
-        special = {**self._base.special_tokens, **own_text.special_tokens}
+        special = dict(self._base.special_tokens)
+        for name, token in own_text.special_tokens.items():
+            special[name] = token
         if own_text.end_token:
             special["eos_token"] = own_text.end_token
         return json.dumps({**chat, "special_tokens": special}).encode()

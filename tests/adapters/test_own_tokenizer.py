@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -46,6 +47,32 @@ def test_what_transformers_saves_is_read(tmp_path: Path, in_a_file: bool) -> Non
 
 def test_a_folder_without_a_tokenizer_has_none(tmp_path: Path) -> None:
     assert (read_own_tokenizer(tmp_path), tokenizer_files(tmp_path)) == ((OwnTokenizer(), ""), [])
+
+
+HALF = "\ud800"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"added_tokens_decoder": {"7": {"content": HALF}}},
+        {"eos_token": HALF},
+        {"bos_token": HALF},
+        {"chat_template": HALF},
+    ],
+)
+def test_half_characters_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """Which JSON escapes, and no text holds."""
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    with pytest.raises(AdapterInvalid, match=r"cannot be read .* surrogates not allowed"):
+        read_own_tokenizer(tmp_path)
+
+
+def test_special_tokens_have_names_that_transformers_knows() -> None:
+    """Others would be arguments of templates, such as `messages`."""
+    for fields in ({"special_tokens": {"messages": "a"}}, {"special_tokens": {"eos_token": "a"}}):
+        with pytest.raises(msgspec.ValidationError, match="Invalid enum value"):
+            msgspec.convert(fields, OwnTokenizer)
 
 
 def test_slow_tokenizers_and_several_templates(tmp_path: Path) -> None:
