@@ -126,6 +126,7 @@ class PairPrompts(CompletionRequest, frozen=True, kw_only=True):
     """`prompt`: `num_queries` texts, then those that each is paired with: one query with all, or each with its own."""
 
     num_queries: int
+    fields: tuple[str, str]  # the client's own, of the queries and of the others
     is_activated: bool
 
 
@@ -170,7 +171,7 @@ def score_prompts(request: ScoreRequest) -> PairPrompts:
     if len(queries) not in (1, len(documents)):
         problem = f"it has {len(queries)} texts and {second} {len(documents)}: one is needed, or as many."
         raise invalid_value(first, problem)
-    return PairPrompts(**_pairs(request, queries, documents, second))
+    return PairPrompts(**_pairs(request, queries, documents, (first, second)))
 
 
 def rerank_prompts(request: RerankRequest) -> RerankPrompts:
@@ -181,7 +182,7 @@ def rerank_prompts(request: RerankRequest) -> RerankPrompts:
     if request.rank_fields is not None:
         raise unsupported("rank_fields", "a document is a text, or an object with a text.")
     documents = [document if isinstance(document, str) else document.text for document in request.documents]
-    pairs = _pairs(request, [request.query], documents, "documents")
+    pairs = _pairs(request, [request.query], documents, ("query", "documents"))
     return RerankPrompts(top_n=request.top_n or 0, with_documents=request.return_documents is not False, **pairs)
 
 
@@ -197,7 +198,7 @@ def _one_of(request: ScoreRequest, name: str, other: str) -> tuple[str, list[str
 
 
 def _pairs(
-    request: ScoreRequest | RerankRequest, queries: list[str], documents: list[str], param: str
+    request: ScoreRequest | RerankRequest, queries: list[str], documents: list[str], fields: tuple[str, str]
 ) -> dict[str, Any]:
     """The fields of `PairPrompts`. Raises a 400, also for texts that are too long together."""
     if request.truncate_prompt_tokens is not None:
@@ -206,10 +207,11 @@ def _pairs(
     num_chars = sum(map(len, documents)) + num_repeats * sum(map(len, queries))
     if num_chars > MAX_PAIR_CHARS:
         problem = f"all pairs have {num_chars} characters, each with its query: at most {MAX_PAIR_CHARS} are accepted."
-        raise invalid_value(param, problem)
+        raise invalid_value(fields[1], problem)
     return {
         "prompt": [*queries, *documents],
         "num_queries": len(queries),
+        "fields": fields,
         "is_activated": request.is_activated,
         "max_tokens": 0,
         **{field: getattr(request, field) for field in _SHARED},
@@ -247,9 +249,9 @@ async def classified_prompts(request: ClassifyPrompts, text: TextService, gang: 
 
 async def paired_prompts(request: PairPrompts, text: TextService, gang: GangInfo) -> list[list[int]]:
     """The token ids of each pair, as the tokenizer joins two texts. Raises 400."""
-    share, texts = LoopShare(), [str(prompt) for prompt in request.prompt]
-    for each in texts:
-        check_text(each, text, gang, "documents")
+    share, texts, (first, second) = LoopShare(), [str(prompt) for prompt in request.prompt], request.fields
+    for index, each in enumerate(texts):
+        check_text(each, text, gang, first if index < request.num_queries else second)
         await share.pause()
     encoded = await text.encode_all(texts, add_special_tokens=False)
     before, between, behind = text.pair_marks if request.add_special_tokens is not False else ([], [], [])
@@ -259,8 +261,8 @@ async def paired_prompts(request: PairPrompts, text: TextService, gang: GangInfo
         query = queries[index if len(queries) > 1 else 0]
         token_ids = [*before, *query, *between, *document, *behind]
         if not token_ids:
-            raise invalid_value(f"documents[{index}]", "the pair is empty: at least one token is needed.")
-        check_length(len(token_ids), 0, gang, prompt_param="documents")
+            raise invalid_value(f"{second}[{index}]", "the pair is empty: at least one token is needed.")
+        check_length(len(token_ids), 0, gang, prompt_param=first if len(query) > len(document) else second)
         token_lists.append(text.without_padding(token_ids))
         await share.pause()
     return token_lists
