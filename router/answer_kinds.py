@@ -9,7 +9,6 @@ from typing import Final, Generic, Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from ..adapters.adapter import AdapterVersion
 from ..workers.wire.messages import GangInfo, ThinkingBudget
 from ..workers.wire.prompt_scores import Pooling
 from . import classification, embeddings
@@ -19,11 +18,11 @@ from .classification import (
     ClassifyForm,
     ClassifyPrompts,
     HeadForm,
+    HeadPrompts,
     PairPrompts,
     RerankForm,
     RerankPrompts,
     ScoreForm,
-    check_classifier,
     classified_prompts,
     paired_prompts,
 )
@@ -55,7 +54,7 @@ from .text.text import TextService
 
 R = TypeVar("R", bound=GenerationFields)
 C = TypeVar("C", bound=ChatRequest)
-H = TypeVar("H", bound=ClassifyPrompts | PairPrompts)
+H = TypeVar("H", bound=HeadPrompts)
 P = TypeVar("P", bound=PairPrompts)
 _DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's; a chat may fill the context, or the pool
 
@@ -94,9 +93,6 @@ class AnswerKind(Protocol[R]):
     def check(self, request: R) -> None:
         """Raises a 400 for fields that contradict each other."""
 
-    def check_version(self, version: AdapterVersion | None, request: R) -> None:
-        """Raises a 400 for a version that cannot answer the request. None: the base."""
-
     async def tokenize(self, request: R, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         """Raises a 400 for a prompt that the model does not take.
 
@@ -122,16 +118,6 @@ class FormParts(Generic[R]):
         return self.style is not None
 
 
-def refuse_classifier(version: AdapterVersion | None, request: GenerationFields) -> None:
-    """Raises a 400 for text of a version that has a score head: it was trained without the head of the vocabulary."""
-    if version is not None and version.num_labels:
-        raise invalid_value(
-            "model",
-            f"`{request.model}` is a sequence classifier (task_type SEQ_CLS), which generates no text: use /v1/classify"
-            f"{', /v1/score or /v1/rerank' if version.num_labels == 1 else ''}, or a version without a score head.",
-        )
-
-
 class OfChat(Generic[C]):
     """What all kinds of answers to chats have in common."""
 
@@ -149,8 +135,6 @@ class OfChat(Generic[C]):
         if request.top_logprobs and not request.logprobs:
             raise invalid_value("top_logprobs", "it needs logprobs to be true.")
         tool_choice(request)
-
-    check_version = staticmethod(refuse_classifier)
 
     async def tokenize(self, request: C, text: TextService, gang: GangInfo, template: str) -> PromptTokens:
         prompt = await chat_prompt(request, text, gang)
@@ -242,8 +226,6 @@ class TextCompletion:
     def check(self, request: CompletionRequest) -> None:
         check_best_of(request)
 
-    check_version = staticmethod(refuse_classifier)
-
     async def tokenize(
         self, request: CompletionRequest, text: TextService, gang: GangInfo, template: str
     ) -> PromptTokens:
@@ -294,9 +276,6 @@ class Embeddings:
     def check(self, request: EmbeddingPrompts) -> None:
         """What contradicts itself was refused as the body was translated."""
 
-    def check_version(self, version: AdapterVersion | None, request: EmbeddingPrompts) -> None:
-        """All have states."""
-
     async def tokenize(
         self, request: EmbeddingPrompts, text: TextService, gang: GangInfo, template: str
     ) -> PromptTokens:
@@ -324,9 +303,6 @@ class OfHead(Generic[H]):
 
     def check(self, request: H) -> None:
         """What contradicts itself was refused as the body was translated."""
-
-    def check_version(self, version: AdapterVersion | None, request: H) -> None:
-        check_classifier(version, request)
 
 
 class Classification(OfHead[ClassifyPrompts]):

@@ -283,6 +283,13 @@ def check_classifier(version: AdapterVersion | None, request: HeadPrompts) -> Ad
     return version
 
 
+def generates_no_text(version: AdapterVersion, model: str) -> ApiError:
+    """A 400: a version with a score head was trained without the head of the vocabulary."""
+    calls = "/v1/classify, /v1/score or /v1/rerank" if version.num_labels == 1 else "/v1/classify"
+    problem = f"`{model}` is a sequence classifier (task_type SEQ_CLS), which generates no text: use {calls}."
+    return invalid_value("model", problem)
+
+
 # Heads in a router's memory.
 
 MAX_KEPT_BYTES: Final = 128 << 20  # of all heads

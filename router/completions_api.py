@@ -37,19 +37,20 @@ from .bodies.body_reader import BodyReader
 from .bodies.request_decoder import max_body_bytes, refuse_unsupported
 from .classification import (
     ClassifiedList,
-    ClassifyPrompts,
     ClassifyRequest,
     HeadForm,
-    PairPrompts,
+    HeadPrompts,
     RerankAnswer,
     RerankRequest,
     ScoreHeads,
     ScoreList,
     ScoreRequest,
+    check_classifier,
+    generates_no_text,
     num_inputs,
 )
 from .config import CurrentConfig
-from .embeddings import EmbeddingList, EmbeddingsRequest
+from .embeddings import EmbeddingList, EmbeddingPrompts, EmbeddingsRequest
 from .fleet.dispatch import Dispatcher
 from .generation.choice import EndRules
 from .generation.generation import Generation, GenerationRequest, Prompt
@@ -90,12 +91,12 @@ from .openai.sampling_params import (
     token_rules,
     with_best_of,
 )
+from .pauses import Pauses
 from .responses.response_form import ResponseForm
 from .responses.response_schema import Response, ResponseChat, ResponsesRequest, StreamEvent
 from .tenancy.account import Accounts, AnswerRequest
 from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
-from .training_api import Pauses
 from .versions.shadow_sender import ShadowSender
 from .versions.version_choice import VERSION_HEADER, BaseModel, VersionChoice, choose_version, on_adapter, templates_of
 
@@ -393,9 +394,10 @@ class CompletionsApi:
             choice = choose_version(await self._base.adapter(identity, request.model), request, identity)
             record.model = request.model
             self._check(request, kind)
-            kind.check_version(choice.version, request)
-            if choice.version is not None and isinstance(request, ClassifyPrompts | PairPrompts):
-                await self._heads.check(identity.name, choice.version)
+            if isinstance(request, HeadPrompts):
+                await self._heads.check(identity.name, check_classifier(choice.version, request))
+            elif choice.version is not None and choice.version.num_labels and not isinstance(request, EmbeddingPrompts):
+                raise generates_no_text(choice.version, request.model)
             gang = await self._base.gang()
             for rendering in [choice.version] if position is None else choice.renderings():
                 text = await self._texts.text(identity.name, rendering)
@@ -523,7 +525,7 @@ class CompletionsApi:
         limit = max(limit, kind.max_prompts(limit))
         field = "best_of" if (request.best_of or 1) > (request.n or 1) else "n"
         num_prompts = 1
-        if isinstance(request, ClassifyPrompts | PairPrompts):
+        if isinstance(request, HeadPrompts):
             num_prompts = num_inputs(request)
         elif isinstance(request, CompletionRequest):
             num_prompts = count_prompts(request)

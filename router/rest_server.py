@@ -36,11 +36,12 @@ from .metrics import Metrics
 from .models_api import ModelsApi, TokenizeApi
 from .openapi_document import OpenApi
 from .operations_api import OperationsApi, Readiness
+from .pauses import PauseApi, Pauses
 from .tenancy.account import Accountant, Accounts
 from .tenancy.quotas import Quotas
 from .text.adapter_texts import AdapterTexts
 from .text.text import TextService
-from .training_api import PauseApi, Pauses, TrainingApi
+from .training_api import TrainingApi
 from .uploads.adapters_api import AdaptersApi
 from .uploads.lora_adapters_api import LoraAdaptersApi
 from .versions.canary_book import CanaryBook

@@ -102,7 +102,7 @@ def match_end_tensors(
     }
     with_tokens = {*tokens, HEAD} if tied_tokens else {*tokens}
     for (end, kind), name in by_kind.items():
-        _check_kind(end, kind, name, saved, loras | with_tokens, with_tokens)
+        _check_kind(end, kind, name, saved, loras, with_tokens)
         rows = len(token_ids[end if end in tokens else EMBEDDING]) if kind == "tokens" else ends.vocab_size
         _check_shape(name, file.entries[name].shape, (rows, ends.hidden_size), kind, ends)
     for name in biases:
@@ -231,22 +231,20 @@ def _base_weight(by_kind: Mapping[tuple[str, str], str], end: str, saved: set[st
     return by_kind.get((end, "base")) or ("" if end in saved else by_kind.get((end, "weight"), ""))
 
 
-def _check_kind(end: str, kind: str, name: str, saved: set[str], wrapped: set[str], with_tokens: set[str]) -> None:
+def _check_kind(end: str, kind: str, name: str, saved: set[str], loras: set[str], with_tokens: set[str]) -> None:
     """Raises AdapterInvalid for a tensor that PEFT does not read with this config.
 
-    `wrapped`: ends that have LoRA or trained tokens. `with_tokens`: those that have the latter.
+    `saved`, `loras`, `with_tokens`: ends that have their own weight, LoRA, and trained tokens.
     """
     problem = ""
     if kind == "copy" and end not in saved:
         problem = f"modules_to_save does not name {end}"
     elif kind == "tokens" and end not in with_tokens:
         problem = f"trainable_token_indices names no tokens of {end}"
-    elif kind == "weight" and end in wrapped - saved:
-        problem = (
-            f"with what it trains of {end} that is no name of PEFT's: the base's weight is {end}.base_layer.weight"
-        )
-    elif kind == "base" and end not in wrapped | saved:
-        problem = f"it trains nothing of {end}: then the base's weight is {end}.weight"
+    elif kind == "base" or (kind == "weight" and end not in saved):
+        wrappers = ["base_layer."] * (end in loras) + ["token_adapter.base_layer."] * (end in with_tokens)
+        called = f"{end}.{'original_module.' if end in saved else ''.join(wrappers)}weight"
+        problem = "" if name.endswith(f".{called}") else f"the base's weight is {called}"
     elif kind == "bias":
         problem = f"{end} has no bias"
     if problem:

@@ -31,6 +31,7 @@ DEADLINE_S: Final = 30.0  # for one chat, on a machine that is busy: its CPU is 
 NUM_THREADS: Final = 8  # of chats that are rendered, or wait for a process
 MOST_THREADS: Final = 2  # of one tenant
 MAX_KNOWN: Final = 256  # that are ready, by tenant
+MAX_KNOWN_TOKENS: Final = 1 << 17  # added ones of those that have some of their own, some 1 KiB each
 _MODULE: Final = "motet.router.text.template_process"
 _log = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ class AdapterTexts:
             except ChatTemplateError as error:
                 raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
         self._texts.move_to_end(key)
-        if len(self._texts) > MAX_KNOWN:
+        while len(self._texts) > MAX_KNOWN or sum(each.num_own for each in self._texts.values()) > MAX_KNOWN_TOKENS:
             self._texts.popitem(last=False)
         return text
 

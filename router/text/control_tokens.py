@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from jinja2 import TemplateError
@@ -38,8 +39,7 @@ class AddedTokens:
         self.are_normalized = tokenizer.normalizer is not None and any(
             token.normalized for token in self.by_id.values()
         )
-        self._splitter = _splitter_of(tokenizer, [*self.by_id.values()])
-        self._names = {self._splitter.token_to_id(name): name for name in self.names}
+        self._tokenizer = tokenizer
         self._pattern = None  # quick, where it finds the same
         has_rules = any(token.single_word or token.content[0].isspace() for token in self.by_id.values())
         if not (self.are_normalized or has_rules or tokenizer.encode_special_tokens):
@@ -52,10 +52,17 @@ class AddedTokens:
         """
         if self._pattern is not None:
             return [TokenSpan(*match.span(), match[0]) for match in self._pattern.finditer(text)]
+        splitter, names = self._splitter
         # The batch call releases the GIL.
-        [encoding] = self._splitter.encode_batch([_HALF_CHARACTERS.sub(_NO_CHARACTER, text)], add_special_tokens=False)
+        [encoding] = splitter.encode_batch([_HALF_CHARACTERS.sub(_NO_CHARACTER, text)], add_special_tokens=False)
         parts = zip(encoding.ids, encoding.offsets, strict=True)
-        return [TokenSpan(*offsets, self._names[token_id]) for token_id, offsets in parts if token_id in self._names]
+        return [TokenSpan(*offsets, names[token_id]) for token_id, offsets in parts if token_id in names]
+
+    @cached_property
+    def _splitter(self) -> tuple[Tokenizer, dict[int | None, str]]:
+        """Finds added tokens as the tokenizer does; and their names by its ids."""
+        splitter = _splitter_of(self._tokenizer, [*self.by_id.values()])
+        return splitter, {splitter.token_to_id(name): name for name in self.names}
 
     def names_in(self, text: str) -> list[str]:
         """The names of those, as they come."""
@@ -182,10 +189,10 @@ class Marks:
 class ControlTokens:
     """Encodes with a second tokenizer, which shares the model, and which knows control tokens by secret aliases."""
 
-    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str], num_ids: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, added: AddedTokens, names: frozenset[str], num_model_ids: int) -> None:
         """`names`: those of the added tokens that are control tokens; none is only whitespace.
 
-        `num_ids`: as `num_token_ids` counts them, which takes long.
+        `num_model_ids`: see the function of this name, which takes long.
         """
         self.added = added
         self.names = names
@@ -198,8 +205,8 @@ class ControlTokens:
         in_model = {name for name in added.names if self._encoder.token_to_id(name) is not None}
         # The model itself may encode a name as its control token, unless a cut token separates the name's characters.
         self._cut = _new_alias() if in_model & names else ""
-        # Fillers, so that aliases get ids above all of the tokenizer's, and the model's ids keep their meaning.
-        fillers = [_new_alias() for _ in range(num_ids - self._encoder.get_vocab_size())]
+        # Fillers, so that aliases get ids above all of the model's, which keep their meaning.
+        fillers = [_new_alias() for _ in range(num_model_ids - self._encoder.get_vocab_size())]
         self._encoder.add_tokens([AddedToken(alias, normalized=False) for alias in [*fillers, self._cut] if alias])
         self._encoder.add_tokens([_renamed(token, self._aliases) for token in added.by_id.values()])
         self._cut_id = self._encoder.token_to_id(self._cut) if self._cut else None
@@ -281,13 +288,14 @@ class ControlTokens:
         return self.encode(aliased, add_special_tokens=add_special_tokens)
 
 
-def num_token_ids(tokenizer: Tokenizer) -> int:
-    """One more than the highest id."""
-    return max(tokenizer.get_vocab().values(), default=0) + 1
+def num_model_ids(tokenizer: Tokenizer) -> int:
+    """One more than the highest id of the tokenizer's model."""
+    return max(tokenizer.get_vocab(with_added_tokens=False).values(), default=-1) + 1
 
 
 def _new_alias() -> str:
-    return "".join(chr(_FIRST_OF_ALIASES + secrets.randbelow(_NUM_OF_ALIASES)) for _ in range(_ALIAS_CHARS))
+    numbers = memoryview(secrets.token_bytes(2 * _ALIAS_CHARS)).cast("H")
+    return "".join([chr(_FIRST_OF_ALIASES + number % _NUM_OF_ALIASES) for number in numbers])
 
 
 def _renamed(token: AddedToken, aliases: dict[str, str]) -> AddedToken:

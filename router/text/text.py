@@ -26,7 +26,7 @@ from .control_tokens import (
     ControlTokens,
     RenderedChats,
     control_names,
-    num_token_ids,
+    num_model_ids,
     rendered_chats,
     with_added_tokens,
 )
@@ -102,8 +102,9 @@ class TextService:
         backend.no_truncation()  # a tokenizer.json may carry these from its training
         backend.no_padding()
         added = self._use(backend)
-        self._num_ids, self._max_bytes_per_token = num_token_ids(backend), max_bytes_per_token(backend)
+        self._num_model_ids, self._max_bytes_per_token = num_model_ids(backend), max_bytes_per_token(backend)
         self.end_id: int | None = None  # of the token that ends an adapter's answers, beside the base's
+        self.num_own = 0  # added tokens that are kept for an adapter with tokens of its own
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
         self._turns, self._tenant = TenantPlaces(NUM_THREADS, MOST_THREADS), ""
         self._control_tokens = control_tokens
@@ -115,7 +116,7 @@ class TextService:
         names = control_names(added, template, rendered_chats(apply))
         self.forms = template_forms(template, apply)
         self._has_template, self._is_own_template = tokenizer.chat_template is not None, False
-        self._tokens = ControlTokens(self._backend, added, names.in_messages, self._num_ids)
+        self._tokens = ControlTokens(self._backend, added, names.in_messages, self._num_model_ids)
         self._renderer = ChatRenderer(apply, self._tokens, names.in_answers)
 
     def _use(self, backend: Tokenizer) -> AddedTokens:
@@ -151,7 +152,7 @@ class TextService:
         if own_text.tokens:
             clone._backend = with_added_tokens(self._backend, {token.id: _added(token) for token in own_text.tokens})
             added = clone._use(clone._backend)
-            clone._num_ids = max(self._num_ids, own_text.tokens[-1].id + 1)
+            clone.num_own = len(added.by_id)
             clone._max_bytes_per_token = self._max_bytes_with(own_text.tokens)
         if own_text.end_token and clone.token_id(own_text.end_token) is None:
             raise ValueError(f"{own_text.end_token!r} ends its answers, and is no token")
@@ -165,7 +166,7 @@ class TextService:
             clone._threads, clone._turns = rendering.threads, rendering.turns
         names = control_names(added, template, chats)
         if own_text.tokens or names.in_messages != self._tokens.names:
-            clone._tokens = ControlTokens(clone._backend, added, names.in_messages, clone._num_ids)
+            clone._tokens = ControlTokens(clone._backend, added, names.in_messages, self._num_model_ids)
         clone._renderer = ChatRenderer(clone._apply, clone._tokens, names.in_answers)
         return clone
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -25,6 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from motet.adapters import upload_process
 from motet.adapters.adapter import EMBEDDING, END_MODULES, HEAD, OUTER, BaseShape
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, UploadTooLarge
 from motet.adapters.format.base_weights import BaseWeights
@@ -32,8 +35,9 @@ from motet.adapters.format.combination import Combination, WeightedAdapter, comb
 from motet.adapters.format.content import AdapterContent, TokenRows
 from motet.adapters.format.peft import tensor_name
 from motet.adapters.format.validation import validate
-from motet.adapters.packing.layout import AdapterLayout
+from motet.adapters.packing.layout import AdapterLayout, packed_bytes
 from motet.adapters.store.store import AdapterStore
+from motet.adapters.upload_process import CHECK, STORE, Check, UploadFacts, UploadRefused, Workbench
 from motet.tests.rigs.lora_files import SHAPE, lora_files
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.stored_tensor import base_tensors
@@ -731,6 +735,32 @@ def test_the_store_gives_back_what_was_put(ends: AdapterContent, base: Base, tmp
     spoil(folder / TENSORS, "rows.0")
     with pytest.raises(AdapterCorrupt, match="its digest is"):
         store.load_content(ends.digest)
+
+
+def test_the_process_of_uploads_checks_rows_by_the_base_and_bounds_their_pages(
+    base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_process, "bound_cpu", lambda seconds: None)  # of the process of tests
+    layout = AdapterLayout(base.shape, slab=64, dtype="float32")
+    save(base, tmp_path, {"modules_to_save": ["embed_tokens"]}, SAVE)
+    expected = content_of(base, tmp_path)
+    check = Check(
+        tensors=str(tmp_path / TENSORS),
+        store=str(tmp_path / "store"),
+        layouts=(layout,),
+        max_packed_bytes=packed_bytes([layout], expected.module_ranks),
+        cpu_s=60.0,
+        base=base_tensors(base.folder, base.shape),
+    )
+    store, bench = AdapterStore(tmp_path / "store"), Workbench()
+    config = (tmp_path / CONFIG).read_bytes()
+    for each, kind in ((check, UploadFacts), (structs.replace(check, max_packed_bytes=1000), UploadRefused)):
+        answer = bench.answer([CHECK, msgspec.msgpack.encode(each), config])
+        assert type(answer) is kind
+        if isinstance(answer, UploadFacts):
+            assert (answer.digest, answer.module_ranks) == (expected.digest, {"q_proj": 4, f"{EMBEDDING}.rows": VOCAB})
+            assert isinstance(bench.answer([STORE]), UploadFacts)
+    assert_computes(base, store.load_content(expected.digest), tmp_path)
 
 
 def spoil(path: Path, name: str) -> None:

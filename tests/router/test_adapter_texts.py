@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +319,22 @@ async def test_its_answers_end_with_its_own_token_and_show_its_own_tokens(tmp_pa
         sent = rig.dispatcher.submitted[-1]
         assert first not in sent.prompt_token_ids and sent.sampling.stop_token_ids == ()
         assert (await answer("/detokenize", model="plain", tokens=[first]))["prompt"] == ""
+
+
+async def test_few_that_have_many_tokens_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = text_service()
+    first = base._backend.get_vocab_size()
+    texts = [OwnText(tokens=(OwnToken(first, f"<{number}>"),)) for number in range(4)]
+    by_digest = {each.digest: each for each in texts}
+
+    async def read(adapter: AdapterVersion) -> OwnText:
+        return by_digest[adapter.own_text]
+
+    known = AdapterTexts(base, read)
+    made = await known.text("acme", replace(version(""), own_text=texts[0].digest))
+    monkeypatch.setattr("motet.router.text.adapter_texts.MAX_KNOWN_TOKENS", 2 * made.num_own)
+    for each in texts:
+        assert (await known.text("acme", replace(version(""), own_text=each.digest))).token_id(
+            each.tokens[0].text
+        ) == first
+    assert [digest for _, digest in known._texts] == [each.digest for each in texts[2:]]

@@ -98,6 +98,13 @@ async def test_a_chat_is_classified_as_the_template_renders_it(rig: RouterRig) -
         assert rig.dispatcher.submitted[-1].prompt_token_ids == rig.ids(text)
 
 
+async def test_a_chat_is_rendered_by_the_adapters_own_template(rig: RouterRig) -> None:
+    template = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    rig.registry.add("acme", "own", "e" * 64, chat_template=template, head=LENGTH)
+    assert (await post(rig, "/v1/classify", model="own", messages=CHAT)).status_code == 200
+    assert rig.dispatcher.submitted[-1].prompt_token_ids == rig.ids("hello;the fox;")
+
+
 @pytest.mark.parametrize("path", ROUTES["score"])
 async def test_scores_of_pairs(rig: RouterRig, path: str) -> None:
     texts = ["hello", "the fox", "jumps over"]

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from motet.adapters.registry.administration.tenant_registry import TenantRegistry
 from motet.adapters.registry.tenants.records import Admission
 from motet.cluster.edge import edge_config
-from motet.router import training_api
+from motet.router import pauses
 from motet.router.fleet import dispatch
 from motet.router.fleet.admission import TimeLimit
 from motet.router.fleet.dispatch import FleetDispatcher
@@ -212,7 +212,7 @@ async def test_what_waited_sees_the_versions_that_were_uploaded_meanwhile(router
 
 
 async def test_a_pause_ends_by_itself(routers: list[TenantsRig], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training_api, "MAX_PAUSE_S", 0.2)
+    monkeypatch.setattr(pauses, "MAX_PAUSE_S", 0.2)
     first, key = routers[0], await routers[0].make_key("acme")
     for _ in range(2):  # a second one is as long
         await first.done("POST", PAUSE, key)
@@ -236,7 +236,7 @@ async def test_a_router_that_starts_while_a_tenant_is_paused_knows_it(
 async def test_so_many_wait_while_they_are_paused_and_no_more(
     routers: list[TenantsRig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_api, "MAX_HELD", 2)
+    monkeypatch.setattr(pauses, "MAX_HELD", 2)
     rig, key = routers[0], await routers[0].make_key("acme")
     await rig.done("POST", PAUSE, key)
     waiting = [asyncio.create_task(rig.ask("POST", "/v1/completions", key, json=COMPLETION)) for _ in range(2)]
@@ -250,7 +250,7 @@ async def test_so_many_wait_while_they_are_paused_and_no_more(
 
 @pytest.mark.parametrize("change", ["key", "tenant", "suspension"])
 async def test_what_waited_is_refused_if_its_caller_was_deleted_or_suspended_meanwhile(
-    routers: list[TenantsRig], redis_client: Redis, change: str
+    routers: list[TenantsRig], change: str
 ) -> None:
     first, second = routers
     made, other = await first.done("POST", "/v1/admin/tenants/acme/keys", json={}), await first.make_key("acme")
@@ -267,7 +267,6 @@ async def test_what_waited_is_refused_if_its_caller_was_deleted_or_suspended_mea
         await first.done("DELETE", "/v1/admin/tenants/acme")
     else:
         await first.done("POST", "/v1/admin/tenants/acme/suspend")
-        await TenantRegistry(redis_client).pause("acme", 0.0, Admission(incarnation=0, last_event=1 << 40))
     assert await sent == ((403, "tenant_suspended") if change == "suspension" else (401, "invalid_api_key"))
     assert second.dispatcher.submitted == []
 
