@@ -267,9 +267,9 @@ class BaseShape:
         return (parts[0][0], sum(num_out for _, num_out in parts)) if len(parts) == len(entries) else None
 
     def path(self, module: str) -> str:
-        """The name of a module within a layer of this base."""
+        """The name of a module within a layer of this base, or outside of them."""
         if module in END_MODULES:
-            return module
+            return self.paths.get(module, module)
         match = _EXPERT.fullmatch(module)
         if match is not None and self.experts is not None:
             block = f"{self.experts.block}." if self.experts.block else ""

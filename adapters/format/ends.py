@@ -78,7 +78,7 @@ def match_end_tensors(
             raise AdapterInvalid(
                 f"{TENSORS_FILE} holds a tensor twice: as {quote(by_kind[key], 160)} and as {quote(name, 160)}"
             )
-    saved, token_ids = _saved_ends(config, prefix), _trained_tokens(config, prefix)
+    saved, token_ids = _saved_ends(config, shape, prefix), _trained_tokens(config, shape, prefix)
     if shape.ends is None:
         if by_kind or biases or saved or token_ids:
             raise AdapterInvalid("embedding and head of this base cannot be trained: train its linears alone")
@@ -101,8 +101,13 @@ def match_end_tensors(
         if not (end == HEAD and tied_tokens)
     }
     with_tokens = {*tokens, HEAD} if tied_tokens else {*tokens}
+    if HEAD in with_tokens and ends.head_has_bias:
+        raise AdapterInvalid(
+            "trainable_token_indices has rows of lm_head, and the head of this base has a bias, which PEFT leaves out "
+            "there: name tokens of embed_tokens alone, or lm_head in modules_to_save"
+        )
     for (end, kind), name in by_kind.items():
-        _check_kind(end, kind, name, saved, loras, with_tokens)
+        _check_kind(end, kind, name, shape.path(end), saved, loras, with_tokens)
         rows = len(token_ids[end if end in tokens else EMBEDDING]) if kind == "tokens" else ends.vocab_size
         _check_shape(name, file.entries[name].shape, (rows, ends.hidden_size), kind, ends)
     for name in biases:
@@ -153,10 +158,10 @@ def gathered(rows: Mapping[str, ChangedRows], folder: Path) -> dict[str, TokenRo
     return {end: by_id[id(each)] for end, each in rows.items()}
 
 
-def _saved_ends(config: LoraConfig, prefix: str) -> set[str]:
+def _saved_ends(config: LoraConfig, shape: BaseShape, prefix: str) -> set[str]:
     saved = set[str]()
     for name in config.modules_to_save:
-        end = _end_of(name, prefix)
+        end = _end_of(name, shape, prefix)
         if end is None:
             raise AdapterInvalid(
                 f"modules_to_save names {quote(name)}: of whole modules {' and '.join(END_MODULES)} are served, train "
@@ -166,10 +171,10 @@ def _saved_ends(config: LoraConfig, prefix: str) -> set[str]:
     return saved
 
 
-def _trained_tokens(config: LoraConfig, prefix: str) -> dict[str, tuple[int, ...]]:
+def _trained_tokens(config: LoraConfig, shape: BaseShape, prefix: str) -> dict[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for name, ids in config.trained_tokens.items():
-        end = _end_of(name, prefix)
+        end = _end_of(name, shape, prefix)
         if end is None or end in tokens:
             raise AdapterInvalid(
                 f"trainable_token_indices names {quote(name)}: {' and '.join(END_MODULES)} are served, each once"
@@ -183,9 +188,10 @@ def _trained_tokens(config: LoraConfig, prefix: str) -> dict[str, tuple[int, ...
     return tokens
 
 
-def _end_of(name: str, prefix: str) -> str | None:
+def _end_of(name: str, shape: BaseShape, prefix: str) -> str | None:
     """EMBEDDING or HEAD by its name, or by the last parts of it."""
-    return next((end for end, key in end_names(prefix).items() if name in suffixes(key)), None)
+    keys = end_names(shape, prefix)
+    return next((end for end, key in keys.items() if name == end or name in suffixes(key)), None)
 
 
 def _tokens_are_tied(config: LoraConfig, token_ids: Mapping[str, tuple[int, ...]]) -> bool:
@@ -231,8 +237,10 @@ def _base_weight(by_kind: Mapping[tuple[str, str], str], end: str, saved: set[st
     return by_kind.get((end, "base")) or ("" if end in saved else by_kind.get((end, "weight"), ""))
 
 
-def _check_kind(end: str, kind: str, name: str, saved: set[str], loras: set[str], with_tokens: set[str]) -> None:
-    """Raises AdapterInvalid for a tensor that PEFT does not read with this config.
+def _check_kind(
+    end: str, kind: str, name: str, path: str, saved: set[str], loras: set[str], with_tokens: set[str]
+) -> None:
+    """Raises AdapterInvalid for a tensor that PEFT does not read with this config. `path`: what it calls the end.
 
     `saved`, `loras`, `with_tokens`: ends that have their own weight, LoRA, and trained tokens.
     """
@@ -243,7 +251,7 @@ def _check_kind(end: str, kind: str, name: str, saved: set[str], loras: set[str]
         problem = f"trainable_token_indices names no tokens of {end}"
     elif kind == "base" or (kind == "weight" and end not in saved):
         wrappers = ["base_layer."] * (end in loras) + ["token_adapter.base_layer."] * (end in with_tokens)
-        called = f"{end}.{'original_module.' if end in saved else ''.join(wrappers)}weight"
+        called = f"{path}.{'original_module.' if end in saved else ''.join(wrappers)}weight"
         problem = "" if name.endswith(f".{called}") else f"the base's weight is {called}"
     elif kind == "bias":
         problem = f"{end} has no bias"

@@ -191,14 +191,15 @@ _VISION_NAME = re.compile(
     r"(?:vision_tower|vision_model|multi_modal_projector|visual|audio_tower|embed_vision|embed_audio)\."
 )
 _TENSOR_NAME = re.compile(BEGINNING + LAYER + r"(?P<path>[a-z0-9_]+(?:\.[a-z0-9_]+)*)" + ENDING)
+_EMBEDDING = r"embed(?:_tokens|dings)"  # Nemotron-H has the latter
 _END_TENSOR_NAME = re.compile(
-    rf"{BEGINNING}embed_tokens\.lora_embedding_(?P<letter>[AB])(?:\.[^.]+)?"
+    rf"{BEGINNING}{_EMBEDDING}\.lora_embedding_(?P<letter>[AB])(?:\.[^.]+)?"
     rf"|base_model\.model\.(?:language_model\.)?lm_head\.lora_(?P<head_letter>[AB])(?:\.[^.]+)?\.weight"
 )
 # What a file has of the embedding and the head beside LoRA, by the groups of the name: the weight or the bias that PEFT
 # finds there, the adapter's own copy of the weight, the base's within what wraps it, and rows of trained tokens.
 _END_NAME = re.compile(
-    rf"(?:{BEGINNING}(?P<embedding>embed_tokens)|base_model\.model\.(?:language_model\.)?lm_head)\.(?:"
+    rf"(?:{BEGINNING}(?P<embedding>{_EMBEDDING})|base_model\.model\.(?:language_model\.)?lm_head)\.(?:"
     r"(?P<weight>weight)|(?P<copy>modules_to_save\.(?:[^.]+\.)?weight)|"
     r"(?P<base>(?:(?:base_layer|token_adapter|original_module)\.)+weight)|"
     r"(?P<bias>(?:(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?)\.)*bias)|"
@@ -212,7 +213,7 @@ _EXPERT_TENSOR_NAME = re.compile(
 # Parts of a module's name that torch leaves where it wraps a module (compiled, in several processes, sharded,
 # recomputed).
 _WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_MODULE = re.compile(rf"{BEGINNING}(?:layers|{'|'.join((*OUTER_MODULES, EMBEDDING))})\.")
+_MODULE = re.compile(rf"{BEGINNING}(?:layers|{'|'.join((*OUTER_MODULES, _EMBEDDING))})\.")
 _OF_TRAINING = re.compile(r"\.lora_velora_embed(?:\.[^.]+)?$")  # tensors that the forward pass does not read
 _EXPERT_NAMES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's names -> those of EXPERT_MODULES
 # Vectors of a linear's outputs, by the groups of the name.
@@ -228,7 +229,7 @@ _FACTOR_NAME = re.compile(
 )
 _FOREIGN_TENSORS = (  # part of a tensor's name, and the feature that writes such tensors
     ("lora_magnitude_vector", "DoRA of a module that is none of them (use_dora)"),
-    ("lora_embedding_", "LoRA of an embedding that is not embed_tokens"),
+    ("lora_embedding_", "LoRA of an embedding that is not that of the tokens"),
     ("modules_to_save", "modules_to_save of what is neither embed_tokens nor lm_head"),
     ("trainable_tokens", "trainable_token_indices of what is neither embed_tokens nor lm_head"),
     ("token_adapter", "trainable_token_indices of what is neither embed_tokens nor lm_head"),

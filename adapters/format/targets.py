@@ -245,7 +245,7 @@ def resolve_targets(
     if config.target_parameters and not config.target_modules:
         return {}
     keys = module_keys(shape, prefix)
-    ends = {key: (OUTER, end) for end, key in end_names(prefix).items() if not is_saved(config, key)}
+    ends = {key: (OUTER, end) for end, key in end_names(shape, prefix).items() if not is_saved(config, key)}
     _check_against_base(config, shape)
     is_all = isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR
     targeted = _targeted(config, [*keys] if is_all else [*keys, *ends], time)
@@ -286,7 +286,7 @@ def ties_lora(config: LoraConfig, shape: BaseShape, prefix: str, time: PatternTi
 
     Raises AdapterInvalid where PEFT fails, because the embedding is excluded.
     """
-    names = end_names(prefix)
+    names = end_names(shape, prefix)
     if not (config.ties_ends and shape.ends is not None and shape.ends.is_tied):
         return False
     if any(name.rpartition(".")[2] in END_MODULES for name in config.modules_to_save):
@@ -305,10 +305,10 @@ def ties_lora(config: LoraConfig, shape: BaseShape, prefix: str, time: PatternTi
     return True
 
 
-def end_names(prefix: str) -> dict[str, str]:
+def end_names(shape: BaseShape, prefix: str) -> dict[str, str]:
     """The names of EMBEDDING and HEAD that patterns match, by these. `prefix`: as for `resolve_targets`."""
     outer = "language_model." if prefix == "language_model.model." else ""
-    return {EMBEDDING: f"{prefix}{EMBEDDING}", HEAD: f"{outer}{HEAD}"}
+    return {EMBEDDING: f"{prefix}{shape.path(EMBEDDING)}", HEAD: f"{outer}{HEAD}"}
 
 
 def is_saved(config: LoraConfig, key: str) -> bool:
@@ -321,7 +321,7 @@ def unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> list[str]:
     if isinstance(config.target_modules, str):
         return []
     names = frozenset(config.target_modules)
-    keys = [*module_keys(shape, prefix), *end_names(prefix).values()]
+    keys = [*module_keys(shape, prefix), *end_names(shape, prefix).values()]
     return sorted(names - _OF_SOME_BASE - names_found(keys, names))
 
 

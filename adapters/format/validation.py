@@ -127,7 +127,7 @@ def resolve_parameters(
         raise AdapterInvalid(
             f"target_parameters = {listed([*config.target_parameters])} matches nothing: {_accepted(shape)}"
         )
-    for end, name in end_names(prefix).items():
+    for end, name in end_names(shape, prefix).items():
         if f"{name}.weight" in targeted and (end == EMBEDDING or is_saved(config, name)):
             raise AdapterInvalid(
                 f"target_parameters names {end}.weight"
@@ -147,7 +147,7 @@ def _parameter_keys(shape: BaseShape, prefix: str) -> dict[str, tuple[int, str]]
     """(layer, parameter) of all that `target_parameters` may name, by the name that it matches."""
     keys = {f"{key}.weight": module for key, module in module_keys(shape, prefix).items()}
     if shape.ends is not None:
-        keys |= {f"{key}.weight": (OUTER, end) for end, key in end_names(prefix).items()}
+        keys |= {f"{key}.weight": (OUTER, end) for end, key in end_names(shape, prefix).items()}
     if shape.experts is not None:
         keys |= {
             f"{prefix}layers.{layer}.{shape.experts.parameters}.{name}": (layer, name)
@@ -563,7 +563,7 @@ def _match_names(
     for name in tensor_names:
         key = parse_tensor_name(name, shape.modules_by_path)
         entry = "" if key is None else family_of_module(key[1])
-        is_of_base = key is not None and entry in modules and _begins(name, prefix)
+        is_of_base = key is not None and entry in modules and _begins(name, shape, prefix)
         if key is None or not is_of_base or (entry in EXPERT_MODULES and f".{shape.path(key[1])}." not in name):
             _refuse_tensor(name, shape, prefix)
         elif key in names:
@@ -604,18 +604,18 @@ def _match_vectors(tensor_names: Iterable[str], shape: BaseShape) -> dict[_Key, 
     return names
 
 
-def _begins(name: str, prefix: str) -> bool:
+def _begins(name: str, shape: BaseShape, prefix: str) -> bool:
     """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
-    parts = ("layers.", *(f"{module}." for module in (*OUTER_MODULES, EMBEDDING)))
+    parts = ("layers.", *(f"{module}." for module in (*OUTER_MODULES, shape.path(EMBEDDING))))
     begins = [f"base_model.model.{before}{part}" for before in (prefix, "") for part in parts]
-    return name.startswith((*begins, f"base_model.model.{end_names(prefix)[HEAD]}."))
+    return name.startswith((*begins, f"base_model.model.{end_names(shape, prefix)[HEAD]}."))
 
 
 def _name_in(shape: BaseShape, prefix: str, layer: int, module: str, letter: str) -> str:
     """PEFT's name of a matrix, for messages."""
     if module in END_MODULES:
         between = "embedding_" if module == EMBEDDING else ""
-        end = f"base_model.model.{end_names(prefix)[module]}.lora_{between}{letter}"
+        end = f"base_model.model.{end_names(shape, prefix)[module]}.lora_{between}{letter}"
         return end if module == EMBEDDING else f"{end}.weight"
     place = "" if layer == OUTER else f"layers.{layer}."
     return f"base_model.model.{prefix}{place}{shape.path(module)}.lora_{letter}.weight"

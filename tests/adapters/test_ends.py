@@ -20,6 +20,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     LlamaConfig,
@@ -39,6 +40,7 @@ from motet.adapters.packing.layout import AdapterLayout, packed_bytes
 from motet.adapters.store.store import AdapterStore
 from motet.adapters.upload_process import CHECK, STORE, Check, UploadFacts, UploadRefused, Workbench
 from motet.tests.rigs.lora_files import SHAPE, lora_files
+from motet.tests.rigs.oracle import write_model
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.stored_tensor import base_tensors
 
@@ -69,7 +71,7 @@ class Base:
         return BaseWeights(base_tensors(self.folder, self.shape))
 
     def model(self) -> PreTrainedModel:
-        model: PreTrainedModel = LlamaForCausalLM.from_pretrained(self.folder)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(self.folder)
         return model.eval()
 
 
@@ -113,10 +115,9 @@ def content_of(base: Base, folder: Path, **options: Any) -> AdapterContent:
 @torch.inference_mode()
 def ends_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """What the model makes of each token, and of each column of hidden states: both `[vocab, hidden]`."""
-    return {
-        EMBEDDING: model.get_input_embeddings()(torch.arange(VOCAB)),  # type: ignore[operator]
-        HEAD: model.get_output_embeddings()(torch.eye(HIDDEN)).T,  # type: ignore[operator]
-    }
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    vocab, hidden = embedding.weight.shape
+    return {EMBEDDING: embedding(torch.arange(vocab)), HEAD: head(torch.eye(hidden)).T}
 
 
 def loaded(base: Base, folder: Path) -> dict[str, Tensor]:
@@ -553,7 +554,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Any
         {},
         {"base_model.model.model.wpe.lora_embedding_A": torch.ones(4, 9)},
         {},
-        ["not embed_tokens"],
+        ["not that of the tokens"],
     ),
 }
 
@@ -609,6 +610,12 @@ def test_a_bias_of_the_head_may_be_the_base_s_own(fields: dict[str, Any], tmp_pa
     peft.save_pretrained(tmp_path, **SAVE)
     assert any(name.startswith(LM_HEAD) and name.endswith("bias") for name in load_file(tmp_path / TENSORS))
     assert not content_of(base, tmp_path).token_rows
+    configure(tmp_path, trainable_token_indices={"lm_head": [1]}, modules_to_save=None, target_modules=["q_proj"])
+    edit(
+        tmp_path, lambda tensors: tensors.update({f"{LM_HEAD}.{TOKENS.partition('tokens.')[2]}": torch.ones(1, HIDDEN)})
+    )
+    with pytest.raises(AdapterInvalid, match="the head of this base has a bias, which PEFT leaves out there"):
+        content_of(base, tmp_path)
     train(peft)
     for name, parameter in peft.named_parameters():
         if "lm_head" in name and name.endswith("bias"):
@@ -642,6 +649,26 @@ def test_names_of_a_base_that_was_loaded_otherwise(prefix: str, head: str, tmp_p
     key = f"{prefix}embed_tokens"
     configure(tmp_path, target_modules=f"{key.replace('.', '[.]')}|.*q_proj|{head}", rank_pattern={f"^{key}": 2})
     assert content_of(base, tmp_path).digest == expected
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["embeddings", "lm_head"]},
+        {"target_modules": "model[.]embeddings", "rank_pattern": {"embeddings": 2}},
+        {"trainable_token_indices": [3, 1]},
+        {"trainable_token_indices": {"embeddings": [3, 1], "lm_head": [2]}},
+        {"modules_to_save": ["embeddings"]},
+        {"modules_to_save": ["embeddings", "lm_head"], "ensure_weight_tying": True},
+        {},
+    ],
+)
+def test_an_embedding_of_another_name(config: dict[str, Any], tmp_path: Path) -> None:
+    base = Base(write_model("nemotron_h", tmp_path / "base"))
+    save(base, tmp_path, config, SAVE, change_base)
+    content = content_of(base, tmp_path)
+    assert content.token_rows or ranks_of_ends(content)
+    assert_computes(base, content, tmp_path)
 
 
 def test_ranks_are_checked_before_tensors_are_read_and_rows_once_they_are_counted(base: Base, tmp_path: Path) -> None:

@@ -97,7 +97,8 @@ class Family:
     is_parallel: bool = False  # the MLP has the input that attention has
     head_norms: tuple[str, str] = ("q_norm", "k_norm")  # of `qk_norm`
     final_norm: str = "norm"
-    paths: Mapping[str, str] = field(default_factory=dict)  # within a layer, of linears that other bases name otherwise
+    # Within a layer, of linears that other bases name otherwise, and of such an embedding.
+    paths: Mapping[str, str] = field(default_factory=dict)
     post_norms: tuple[str, str] | None = None  # of the outputs of attention and MLP before they are added; None: none
     output_has_bias: bool = True  # `attention_bias` is of o_proj too
     head_has_bias: bool = False  # where MLPs have

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from ...adapters.adapter import MODULES
+from ...adapters.adapter import EMBEDDING, MODULES
 from .dense_families import BIASES, COMMON, KV_HEADS, MULTIPLIERS
 from .family import Family
 from .mixture_families import DEEPSEEK_EXPERTS, DEEPSEEK_ROUTING, GRANITE_EXPERTS, QWEN_EXPERTS, QWEN_MOE
@@ -231,7 +231,7 @@ HYBRID_FAMILIES = {
         routing=DEEPSEEK_ROUTING,
         rotates=False,
         mixer_block="mixer",
-        paths={module: f"mixer.{module}" for module in MODULES if module != "gate_proj"},
+        paths={EMBEDDING: "embeddings", **{module: f"mixer.{module}" for module in MODULES if module != "gate_proj"}},
     ),
     "Lfm2ForCausalLM": Family(
         "lfm2",
