@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -15,30 +13,22 @@ from motet.adapters.format.content import AdapterContent, LoraMatrices, TokenRow
 from motet.adapters.packing.layout import AdapterLayout, Dtype
 from motet.adapters.packing.packing import pack
 from motet.kernels import model_ends
-from motet.kernels.lora import ABSENT, LoraKernels, LoraSegment, ModuleSlice, PagedAdapter, PagedEnd, PagedEnds
-from motet.kernels.model_ends import EndGeometry, EndKernels, ModelEnds, PlainEnds
-from motet.kernels.native.build import COMPILERS, load_library
-from motet.kernels.native.lora import NativeEnds, NativeLora
-from motet.kernels.plain.lora import PlainLora
+from motet.kernels.backend import plain_kernels
+from motet.kernels.lora import ABSENT, LoraSegment, ModuleSlice, PagedAdapter, PagedEnd, PagedEnds
+from motet.kernels.model_ends import EndGeometry, ModelEnds
+from motet.tests.rigs.native_builds import BUILDS, EXAMPLES, Build, load_build
 from motet.workers.memory.host_adapter_cache import as_torch
 
 VOCAB, HIDDEN = 45, 24
 SHAPE = BaseShape(2, dict.fromkeys(MODULES, (8, 8)), ends=BaseEnds(VOCAB, HIDDEN, is_tied=False, head_has_bias=False))
-DTYPES: dict[Dtype, tuple[torch.dtype, float]] = {
-    "float32": (torch.float32, 1e-5),
-    "bfloat16": (torch.bfloat16, 6e-2),  # several roundings of numbers of up to 4
+DTYPES: dict[torch.dtype, tuple[Dtype, float]] = {
+    torch.float32: ("float32", 1e-5),
+    torch.bfloat16: ("bfloat16", 6e-2),  # several roundings of numbers of up to 4
 }
 adapters = st.none() | st.tuples(
     st.dictionaries(st.sampled_from(END_MODULES), st.integers(1, 5)),
     st.dictionaries(st.sampled_from(END_MODULES), st.sets(st.integers(0, VOCAB - 1), min_size=1)),
 )
-
-
-def kernels_of(dtype: torch.dtype, kind: str) -> tuple[EndKernels, LoraKernels]:
-    if kind == "plain":
-        return PlainEnds(), PlainLora()
-    library = load_library()
-    return NativeEnds(library, dtype, 2), NativeLora(library, dtype, 2)
 
 
 def content_of(case: tuple[dict[str, int], dict[str, set[int]]], generator: np.random.Generator) -> AdapterContent:
@@ -55,9 +45,8 @@ def content_of(case: tuple[dict[str, int], dict[str, set[int]]], generator: np.r
     return AdapterContent(matrices, token_rows=rows)
 
 
-@pytest.mark.parametrize("kind", ["plain", "native"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=60)
+@pytest.mark.parametrize("build", [torch.float32, torch.bfloat16, *BUILDS], ids=str)
+@settings(deadline=None, max_examples=8 * EXAMPLES)
 @given(
     batch=st.lists(st.tuples(adapters, st.integers(1, 4)), min_size=1, max_size=6),
     slab=st.sampled_from([5, 12, 48, 400]),
@@ -66,18 +55,18 @@ def content_of(case: tuple[dict[str, int], dict[str, set[int]]], generator: np.r
     data=st.data(),
 )
 def test_rows_get_their_own_adapters_ends(
-    kind: str,
-    dtype: Dtype,
+    build: torch.dtype | Build,
     batch: list[tuple[tuple[dict[str, int], dict[str, set[int]]] | None, int]],
     slab: int,
     is_whole: bool,
     seed: int,
     data: st.DataObject,
 ) -> None:
-    """Whatever lies in other pages. Logits are of some of the rows."""
-    if kind == "native" and not any(map(shutil.which, COMPILERS)):
-        pytest.skip("no compiler")
-    numpy, (torch_dtype, tolerance) = np.random.default_rng(seed), DTYPES[dtype]
+    """Whatever lies in other pages. Logits are of some of the rows. `build`: a dtype of the plain twin, or a build."""
+    kernels = plain_kernels() if isinstance(build, torch.dtype) else load_build(build)
+    torch_dtype = build if isinstance(build, torch.dtype) else build[0]
+    dtype, tolerance = DTYPES[torch_dtype]
+    numpy = np.random.default_rng(seed)
     layout = AdapterLayout(SHAPE, slab, dtype)
     contents = [None if case is None else content_of(case, numpy) for case, _ in batch]
     needed = sum(0 if each is None else layout.num_pages(each.module_ranks) for each in contents)
@@ -112,7 +101,7 @@ def test_rows_get_their_own_adapters_ends(
                 expected_logits[place] = with_head(content, states[row].float(), expected_logits[place])
 
     geometry = EndGeometry(VOCAB, VOCAB + SHAPE.padding(HEAD), HIDDEN, layout.page_elements)
-    step = ModelEnds(*kernels_of(torch_dtype, kind), geometry).prepare(segments)
+    step = ModelEnds(kernels.ends, kernels.lora, geometry).prepare(segments)
     assert (step is None) == all(segment.adapter.ends is None for segment in segments)
     if step is None:
         return
@@ -129,7 +118,7 @@ def test_rows_get_their_own_adapters_ends(
                 if row in rows:
                     own = logits_by_row[rows.index(row) :][:1]
                     alone.add_to_logits(own, states[row : row + 1], pool)
-    if kind == "native":
+    if kernels.name == "native":
         same = torch.equal(x, by_row) and torch.equal(logits, logits_by_row)
         assert same, "a row's result is the same in any batch, to the last bit"
     torch.testing.assert_close(x.float(), expected_x, atol=tolerance, rtol=tolerance)

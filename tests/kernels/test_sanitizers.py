@@ -29,6 +29,7 @@ NATIVE = (
     "test_native_recurrence.py",
     "test_native_sampling.py",
     "test_native_step.py",
+    "test_model_ends.py",
 )
 # Each function makes an error if its caller asks for it, so that a test sees that the sanitizers report errors.
 PROBE = """

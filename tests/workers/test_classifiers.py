@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,3 +52,15 @@ def check(rig: EngineRig, stock: Stock, model: Path, folder: Path) -> None:
     found = stock.heads["classifier"].logits([states[index] for index in range(len(PROMPTS))])
     for own, expected in zip(found, classifier_logits(model, folder, NUM_LABELS, PROMPTS), strict=True):
         np.testing.assert_allclose(own, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"trainable_token_indices": [5, 23]}, {"modules_to_save": ["embed_tokens"]}, {"use_dora": True}]
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_other_kinds_beside_a_head(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    model = write_model(family, tmp_path / "model")
+    folder = write_classifier(model, tmp_path / "classifier", NUM_LABELS, **fields)
+    stock = Stock.make(model, {"classifier": folder}, tmp_path / "store")
+    with stock.engine(400, max_tokens_per_step=16) as rig:
+        check(rig, stock, model, folder)
