@@ -26,7 +26,7 @@ from ..errors import AdapterInvalid, quote
 from .base_weights import BaseWeights
 from .content import TokenRows
 from .peft import CONFIG_FILE, TENSORS_FILE, LoraConfig, parse_end_name
-from .targets import end_names, suffixes
+from .targets import are_tied, end_names, suffixes
 from .tensor_file import Tensor, TensorFile, tensor_bytes
 
 _GATHERED_BYTES = 4 << 20  # of rows that are copied at once
@@ -78,7 +78,8 @@ def match_end_tensors(
             raise AdapterInvalid(
                 f"{TENSORS_FILE} holds a tensor twice: as {quote(by_kind[key], 160)} and as {quote(name, 160)}"
             )
-    saved, token_ids = _saved_ends(config, shape, prefix), _trained_tokens(config, shape, prefix)
+    keys, is_tied = end_names(config, shape, prefix), are_tied(config, shape, prefix)
+    saved, token_ids = _saved_ends(config, keys), _trained_tokens(config, keys)
     if shape.ends is None:
         if by_kind or biases or saved or token_ids:
             raise AdapterInvalid("embedding and head of this base cannot be trained: train its linears alone")
@@ -90,10 +91,10 @@ def match_end_tensors(
                 f"trainable_token_indices names token {outside[0]} of {end}: the base has rows for the tokens 0 to "
                 f"{ends.vocab_size - 1}"
             )
-    if saved and ends.is_tied and config.ties_ends:
+    if saved and is_tied and config.ties_ends:
         saved = {*END_MODULES}
     loras = {module for _, module in targets if module in END_MODULES}
-    tied_tokens = ends.is_tied and _tokens_are_tied(config, token_ids)
+    tied_tokens = is_tied and _tokens_are_tied(config, token_ids)
     _check_conflicts(saved, token_ids, loras, tied_tokens)
     tokens = {
         end: (_needed(by_kind, end, "tokens", "trainable_token_indices"), ids)
@@ -113,10 +114,10 @@ def match_end_tensors(
     for name in biases:
         _check_shape(name, file.entries[name].shape, (ends.vocab_size,), "bias", ends)
     weights = {end: name for end in END_MODULES if (name := _base_weight(by_kind, end, saved))}
-    if weights and ends.is_tied:  # one weight, and of two in a file PEFT loads the head's last
+    if weights and is_tied:  # one weight, and of two in a file PEFT loads the head's last
         weights = dict.fromkeys(END_MODULES, weights.get(HEAD) or weights[EMBEDDING])
     weights |= {end: by_kind.get((end, "weight")) or _needed(by_kind, end, "copy", "modules_to_save") for end in saved}
-    if saved and ends.is_tied and config.ties_ends:
+    if saved and is_tied and config.ties_ends:
         weights[EMBEDDING] = weights[HEAD]
     if tied_tokens:
         tokens[HEAD] = tokens[EMBEDDING]
@@ -158,10 +159,12 @@ def gathered(rows: Mapping[str, ChangedRows], folder: Path) -> dict[str, TokenRo
     return {end: by_id[id(each)] for end, each in rows.items()}
 
 
-def _saved_ends(config: LoraConfig, shape: BaseShape, prefix: str) -> set[str]:
+def _saved_ends(config: LoraConfig, keys: Mapping[str, str]) -> set[str]:
     saved = set[str]()
     for name in config.modules_to_save:
-        end = _end_of(name, shape, prefix)
+        end = _end_of(name, keys)
+        if end is None and name == HEAD:
+            continue  # the model that was trained has none, and PEFT passes over it
         if end is None:
             raise AdapterInvalid(
                 f"modules_to_save names {quote(name)}: of whole modules {' and '.join(END_MODULES)} are served, train "
@@ -171,10 +174,10 @@ def _saved_ends(config: LoraConfig, shape: BaseShape, prefix: str) -> set[str]:
     return saved
 
 
-def _trained_tokens(config: LoraConfig, shape: BaseShape, prefix: str) -> dict[str, tuple[int, ...]]:
+def _trained_tokens(config: LoraConfig, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for name, ids in config.trained_tokens.items():
-        end = _end_of(name, shape, prefix)
+        end = _end_of(name, keys)
         if end is None or end in tokens:
             raise AdapterInvalid(
                 f"trainable_token_indices names {quote(name)}: {' and '.join(END_MODULES)} are served, each once"
@@ -188,9 +191,8 @@ def _trained_tokens(config: LoraConfig, shape: BaseShape, prefix: str) -> dict[s
     return tokens
 
 
-def _end_of(name: str, shape: BaseShape, prefix: str) -> str | None:
-    """EMBEDDING or HEAD by its name, or by the last parts of it."""
-    keys = end_names(shape, prefix)
+def _end_of(name: str, keys: Mapping[str, str]) -> str | None:
+    """The end that a name of PEFT's means. `keys`: names of the ends in full."""
     return next((end for end, key in keys.items() if name == end or name in suffixes(key)), None)
 
 

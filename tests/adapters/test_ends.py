@@ -7,6 +7,7 @@ import random
 import tracemalloc
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     LlamaConfig,
@@ -97,7 +100,7 @@ def save(
     change: Callable[[PeftModel], None] | None = None,
 ) -> None:
     """An adapter that PEFT has trained and saved. `change`: of the model before."""
-    fields = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], **config}
+    fields = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], **deepcopy(config)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT reports ends that are tied
         model = get_peft_model(base.model(), LoraConfig(**fields))
@@ -631,7 +634,7 @@ def test_a_bias_of_the_head_may_be_the_base_s_own(fields: dict[str, Any], tmp_pa
         ("", ""),
         ("model.language_model.", "lm_head"),
         ("language_model.model.", "language_model.lm_head"),
-        ("language_model.", "lm_head"),
+        ("language_model.", ""),
     ],
 )
 def test_names_of_a_base_that_was_loaded_otherwise(prefix: str, head: str, tmp_path: Path) -> None:
@@ -649,6 +652,44 @@ def test_names_of_a_base_that_was_loaded_otherwise(prefix: str, head: str, tmp_p
     key = f"{prefix}embed_tokens"
     configure(tmp_path, target_modules=f"{key.replace('.', '[.]')}|.*q_proj|{head}", rank_pattern={f"^{key}": 2})
     assert content_of(base, tmp_path).digest == expected
+
+
+@pytest.mark.parametrize("model_class", [AutoModel, AutoModelForSequenceClassification])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": BOTH},
+        {"target_modules": BOTH, "ensure_weight_tying": True},
+        {"trainable_token_indices": [3, 1]},
+        {"trainable_token_indices": [3, 1], "ensure_weight_tying": True},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {},
+    ],
+)
+def test_a_model_without_the_head(
+    config: dict[str, Any], model_class: type[AutoModel], base: Base, tmp_path: Path
+) -> None:
+    """Whatever the head of the base is, nothing is of it."""
+    task = "SEQ_CLS" if model_class is AutoModelForSequenceClassification else "FEATURE_EXTRACTION"
+    fields = {"r": 4, "target_modules": ["q_proj"], **deepcopy(config), "task_type": task}  # PEFT changes its lists
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"pad_token_id": 0}
+        model = get_peft_model(model_class.from_pretrained(base.folder, **options), LoraConfig(**fields))
+        train(model)
+        embedding = model.get_base_model().get_input_embeddings()
+        if not config:
+            embedding.weight.data[[2, 9]] += 1
+        model.save_pretrained(tmp_path, **SAVE)
+    content = content_of(base, tmp_path)
+    assert content.token_rows.keys() | {end for _, end in content.matrices if end in END_MODULES} == {EMBEDDING}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = PeftModel.from_pretrained(model_class.from_pretrained(base.folder, **options), tmp_path)
+    with torch.inference_mode():
+        expected = peft.get_base_model().get_input_embeddings()(torch.arange(VOCAB))
+    torch.testing.assert_close(computed(base, content)[EMBEDDING], expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
