@@ -142,6 +142,7 @@ def test_mixed_batch(case: Case) -> None:
     for settings in ({"num_pages": 900}, {"num_pages": num_pages, "max_tokens_per_step": 13}):
         with case.stock.engine(**settings) as rig:
             _check(case, rig)
+            assert (rig.engine.load().counters.num_adapter_evictions > 0) == (settings["num_pages"] == num_pages)
     with case.stock.engine(num_pages=900) as rig:
         assert isinstance(rig.engine.executor, LocalExecutor)
         runner = rig.engine.executor.runner
