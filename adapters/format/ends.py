@@ -67,30 +67,14 @@ def match_end_tensors(
     `names`: those that `parse_end_name` knows. `targets`: of LoRA, as (layer, module). Raises AdapterInvalid for
     missing, extra and doubled tensors, for shapes that do not fit, and for what PEFT does not load.
     """
-    by_kind: dict[tuple[str, str], str] = {}
-    biases = list[str]()
-    for name in names:
-        key = parse_end_name(name)
-        assert key is not None, "only names of the ends"
-        if key == (HEAD, "bias"):
-            biases.append(name)
-        elif by_kind.setdefault(key, name) != name:
-            raise AdapterInvalid(
-                f"{TENSORS_FILE} holds a tensor twice: as {quote(by_kind[key], 160)} and as {quote(name, 160)}"
-            )
     keys, is_tied = end_names(config, shape, prefix), are_tied(config, shape, prefix)
-    saved, token_ids = _saved_ends(config, keys), _trained_tokens(config, keys)
+    by_kind, biases = _by_kind(names, keys)
+    saved = _saved_ends(config, keys)
     if shape.ends is None:
-        if by_kind or biases or saved or token_ids:
+        if by_kind or biases or saved or config.trained_tokens:
             raise AdapterInvalid("embedding and head of this base cannot be trained: train its linears alone")
         return EndTensors()
-    ends = shape.ends
-    for end, ids in token_ids.items():
-        if outside := [each for each in ids if not 0 <= each < ends.vocab_size]:
-            raise AdapterInvalid(
-                f"trainable_token_indices names token {outside[0]} of {end}: the base has rows for the tokens 0 to "
-                f"{ends.vocab_size - 1}"
-            )
+    ends, token_ids = shape.ends, _trained_tokens(config, keys, shape.ends)
     if saved and is_tied and config.ties_ends:
         saved = {*END_MODULES}
     loras = {module for _, module in targets if module in END_MODULES}
@@ -121,7 +105,7 @@ def match_end_tensors(
         weights[EMBEDDING] = weights[HEAD]
     if tied_tokens:
         tokens[HEAD] = tokens[EMBEDDING]
-    return EndTensors(weights, tokens, tuple(biases))
+    return EndTensors(weights, tokens, biases)
 
 
 def changed_rows(
@@ -159,6 +143,27 @@ def gathered(rows: Mapping[str, ChangedRows], folder: Path) -> dict[str, TokenRo
     return {end: by_id[id(each)] for end, each in rows.items()}
 
 
+def _by_kind(names: Iterable[str], keys: Mapping[str, str]) -> tuple[dict[tuple[str, str], str], tuple[str, ...]]:
+    """The names by end and kind, and those of biases of the head."""
+    by_kind: dict[tuple[str, str], str] = {}
+    biases = list[str]()
+    for name in names:
+        key = parse_end_name(name)
+        assert key is not None, "only names of the ends"
+        if key[0] not in keys:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds {quote(name, 160)}, and the model that was trained has no {key[0]}, by the "
+                f"names of the other tensors or task_type in {CONFIG_FILE}"
+            )
+        if key == (HEAD, "bias"):
+            biases.append(name)
+        elif by_kind.setdefault(key, name) != name:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds a tensor twice: as {quote(by_kind[key], 160)} and as {quote(name, 160)}"
+            )
+    return by_kind, tuple(biases)
+
+
 def _saved_ends(config: LoraConfig, keys: Mapping[str, str]) -> set[str]:
     saved = set[str]()
     for name in config.modules_to_save:
@@ -174,7 +179,7 @@ def _saved_ends(config: LoraConfig, keys: Mapping[str, str]) -> set[str]:
     return saved
 
 
-def _trained_tokens(config: LoraConfig, keys: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def _trained_tokens(config: LoraConfig, keys: Mapping[str, str], ends: BaseEnds) -> dict[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for name, ids in config.trained_tokens.items():
         end = _end_of(name, keys)
@@ -184,6 +189,11 @@ def _trained_tokens(config: LoraConfig, keys: Mapping[str, str]) -> dict[str, tu
             )
         seen = set[int]()
         for each in ids:
+            if not 0 <= each < ends.vocab_size:
+                raise AdapterInvalid(
+                    f"trainable_token_indices names token {each} of {end}: the base has rows for the tokens 0 to "
+                    f"{ends.vocab_size - 1}"
+                )
             if each in seen:
                 raise AdapterInvalid(f"trainable_token_indices names token {each} of {end} twice: name it once")
             seen.add(each)

@@ -553,6 +553,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Any
     ),
     "a bias of the head": ({}, {f"{LM_HEAD}.bias": torch.ones(VOCAB)}, {}, ["not the bias of the base's head"]),
     "a bias of the embedding": ({}, {f"{EMBED_TOKENS}.bias": torch.ones(VOCAB)}, {}, ["embed_tokens has no bias"]),
+    "a long name": ({}, {f"{LM_HEAD}.{'modules_to_save.' * 60}bias": torch.ones(1)}, {}, ["lm_head"]),
     "another embedding": (
         {},
         {"base_model.model.model.wpe.lora_embedding_A": torch.ones(4, 9)},
@@ -682,6 +683,10 @@ def test_a_model_without_the_head(
         if not config:
             embedding.weight.data[[2, 9]] += 1
         model.save_pretrained(tmp_path, **SAVE)
+    edit(tmp_path, lambda tensors: tensors.update({f"{LM_HEAD}.weight": torch.ones(VOCAB, HIDDEN)}))
+    with pytest.raises(AdapterInvalid, match="the model that was trained has no lm_head"):
+        content_of(base, tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop(f"{LM_HEAD}.weight"))
     content = content_of(base, tmp_path)
     assert content.token_rows.keys() | {end for _, end in content.matrices if end in END_MODULES} == {EMBEDDING}
     with warnings.catch_warnings():
