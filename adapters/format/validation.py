@@ -341,9 +341,9 @@ def validate(
     found_fused = {key: file.finite(name) for key, name in fused_names.items()}
     vector_arrays = {key: file.finite(name) for key, name in vectors.items()}
     loras = {key: LoraMatrices(arrays[*key, "A"], arrays[*key, "B"], each.scaling) for key, each in plain.items()}
-    if ties_lora(parsed, shape, prefix, time):  # PEFT loads the head's into the embedding's place
-        head, scaling = loras[OUTER, HEAD], loras[OUTER, EMBEDDING].scaling
-        loras[OUTER, EMBEDDING] = LoraMatrices(head.b.T, head.a.T, scaling)
+    tie_warnings: tuple[str, ...] = ()
+    if ties_lora(parsed, shape, prefix, time):
+        loras[OUTER, EMBEDDING], tie_warnings = _tied(loras[OUTER, EMBEDDING], loras[OUTER, HEAD])
     outputs = outputs_of(vector_arrays, loras, shape, base)
     wholes: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {**loras}
     wholes |= _products(factors, targets, parsed.kind, file, shape)
@@ -366,7 +366,7 @@ def validate(
         )
     # Of a base that takes pictures too they may be of vision.
     warnings = () if shape.is_wrapped else _unmatched(parsed, trained, prefix)
-    warnings += parsed.unknown.warnings
+    warnings += (*parsed.unknown.warnings, *tie_warnings)
     return AdapterContent(
         matrices,
         num_experts,
@@ -378,6 +378,21 @@ def validate(
         source_digest(vector_arrays),
         gathered(rows, scratch or tensors.parent),
         head=read_head(file, of_head),
+    )
+
+
+def _tied(embedding: LoraMatrices, head: LoraMatrices) -> tuple[LoraMatrices, tuple[str, ...]]:
+    """The embedding's LoRA where `ensure_weight_tying` is set: PEFT loads the head's in its place. And warnings.
+
+    PEFT ties them once, and they come apart in training where the model is moved to a device or cast afterwards.
+    """
+    tied = LoraMatrices(head.b.T, head.a.T, embedding.scaling)
+    pairs = (*zip(embedding.a, tied.a, strict=True), *zip(embedding.b.T, tied.b.T, strict=True))
+    if all(np.array_equal(row, tied_row) for row, tied_row in pairs):
+        return tied, ()
+    return tied, (
+        "ensure_weight_tying is set, and the LoRA of embed_tokens is not that of lm_head, as it was in training: PEFT "
+        "loads that of lm_head for both, and so does motet",
     )
 
 

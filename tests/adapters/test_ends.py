@@ -377,6 +377,27 @@ def test_of_two_tensors_for_one_weight_peft_loads_the_head_s_last(base: Base, tm
     assert_computes(base, content_of(base, folder), folder)
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_lora_that_came_apart_in_training_has_a_warning(is_cast: bool, tmp_path: Path) -> None:
+    """As PEFT trains it: once the model is cast both ends have parameters of their own."""
+    llama(True).save_pretrained(tmp_path / "base")
+    base, ids = Base(tmp_path / "base"), torch.arange(20)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lora = LoraConfig(r=4, target_modules=["embed_tokens"], ensure_weight_tying=True)
+        model = get_peft_model(base.model(), lora)
+        model = model.double().float() if is_cast else model
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(tmp_path, **LEAVE)
+    content = content_of(base, tmp_path)
+    assert_computes(base, content, tmp_path)
+    assert [each.partition(",")[0] for each in content.warnings] == ["ensure_weight_tying is set"] * is_cast
+
+
 def test_other_names_of_a_saved_weight(base: Base, tmp_path: Path) -> None:
     """As PEFT leaves them in a file beside its own, or other programs in its place."""
     save(base, tmp_path, {"modules_to_save": ["embed_tokens"]})
