@@ -198,6 +198,7 @@ def test_scores_of_prompts(case: Case, device: str, monkeypatch: pytest.MonkeyPa
 def test_on_a_gpu(case: Case) -> None:
     """Tokens are fed there, and steps of other adapters are replayed beside those that are not recorded. None waits."""
     with gpu_of_twins() as gpu, case.stock.engine(1200, device="cuda", max_tokens_per_step=40) as rig:
+        gpu.tally.clear()
         _check(case, rig)
         lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
     assert not lines & {"kernels/model_ends.py", "workers/execution/device_rows.py", "workers/execution/runner.py"}
