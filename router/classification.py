@@ -394,6 +394,7 @@ class HeadForm(UnstreamedForm):
         self._head, self._is_activated = head, request.is_activated
         self._vectors: list[bytes | None] = [None] * num_inputs(request)
         self._numbers: NDArray[np.float32] = np.empty((0, 0), np.float32)  # [num_inputs, num_labels]
+        self._logits = self._numbers  # order them: probabilities of large ones are equal
 
     def take(self, index: int, delta: Delta) -> None:
         self._vectors[index] = delta.embedding
@@ -410,7 +411,7 @@ class HeadForm(UnstreamedForm):
         if not np.isfinite(logits).all():
             problem = "The adapter's score head overflows: its weights are too large."
             raise ApiError(422, problem, code="adapter_overflow")
-        self._numbers = activated(logits) if self._is_activated else logits
+        self._numbers, self._logits = activated(logits) if self._is_activated else logits, logits
 
 
 class ClassifyForm(HeadForm):
@@ -418,8 +419,8 @@ class ClassifyForm(HeadForm):
         head = self._head
         whole = ClassifiedList(head.id, head.created, head.model, [], _usage(usage))
         entries = (
-            Classified(index, f"LABEL_{row.argmax()}", row.tolist(), len(row))
-            for index, row in enumerate(self._numbers)
+            Classified(index, f"LABEL_{logits.argmax()}", row.tolist(), len(row))
+            for index, (logits, row) in enumerate(zip(self._logits, self._numbers, strict=True))
         )
         return _listed(whole, b'"data":[]', entries)
 
@@ -440,7 +441,7 @@ class RerankForm(HeadForm):
 
     def document(self, usage: Usage) -> Iterator[bytes]:
         scores = self._numbers[:, 0].tolist()
-        best = sorted(range(len(scores)), key=lambda index: -scores[index])[: self._top_n or None]
+        best = np.argsort(-self._logits[:, 0], kind="stable").tolist()[: self._top_n or None]
         whole = RerankAnswer(self._head.id, self._head.model, [], _usage(usage))
         entries = (
             RerankResult(index, scores[index], RerankDocument(self._documents[index]) if self._documents else UNSET)

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ NUM_PROCESSES: Final = 2  # of which a tenant has one
 DEADLINE_S: Final = 30.0  # for one chat, on a machine that is busy: its CPU is bounded more closely
 NUM_THREADS: Final = 8  # of chats that are rendered, or wait for a process
 MOST_THREADS: Final = 2  # of one tenant
+NUM_MADE_AT_ONCE: Final = 4  # of which a tenant has one: with many tokens one takes 0.1 s, much of it with the GIL
 MAX_KNOWN: Final = 256  # that are ready, by tenant
 MAX_KNOWN_TOKENS: Final = 1 << 17  # added ones of those that have some of their own, some 1 KiB each
 _MODULE: Final = "motet.router.text.template_process"
@@ -46,12 +47,14 @@ class AdapterTexts:
         self._places = TenantPlaces(NUM_PROCESSES)
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="template")
         self._turns = TenantPlaces(NUM_THREADS, MOST_THREADS)
+        self._making = TenantPlaces(NUM_MADE_AT_ONCE)
         self._texts: OrderedDict[tuple[str, str], TextService] = OrderedDict()  # the last used one last
 
     async def check(self, tenant: str, own_text: OwnText) -> None:
         """Raises AdapterInvalid for tokens that it cannot have, and for a template that cannot be compiled."""
         try:
-            await self._service(tenant, own_text)
+            async with self._making.of(tenant):
+                await self._service(tenant, own_text)
         except ChatTemplateError as error:
             raise AdapterInvalid(f"{error}: send another, or none for the base's") from error
         except ValueError as error:
@@ -65,34 +68,43 @@ class AdapterTexts:
         if version is None or not version.own_text:
             return self._base.of(tenant)
         key = tenant, version.own_text
-        text = self._texts.get(key)
-        if text is None:
-            try:
-                text = self._texts[key] = await self._service(tenant, await self._read(version))
-            except StoreUnavailable as error:
-                raise unavailable(str(error), "store_unavailable") from error
-            except (AdapterCorrupt, ValueError) as error:
-                raise ApiError(500, str(error), code="adapter_failed") from error
-            except ChatTemplateError as error:
-                raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
+        if key not in self._texts:
+            async with self._making.of(tenant):
+                if key not in self._texts:  # nor made while this request waited
+                    self._texts[key] = await self._made(tenant, version)
+        text = self._texts[key]
         self._texts.move_to_end(key)
         while len(self._texts) > MAX_KNOWN or sum(each.num_own for each in self._texts.values()) > MAX_KNOWN_TOKENS:
             self._texts.popitem(last=False)
         return text
 
+    async def _made(self, tenant: str, version: AdapterVersion) -> TextService:
+        """Raises as `text`."""
+        try:
+            return await self._service(tenant, await self._read(version))
+        except StoreUnavailable as error:
+            raise unavailable(str(error), "store_unavailable") from error
+        except (AdapterCorrupt, ValueError) as error:
+            raise ApiError(500, str(error), code="adapter_failed") from error
+        except ChatTemplateError as error:
+            raise ApiError(400, f"{error}.", param="messages", code="invalid_messages") from error
+
     async def _service(self, tenant: str, own_text: OwnText) -> TextService:
         """Raises ValueError for tokens that it cannot have, ChatTemplateError, and 503."""
         rendering = None
         if own_text.chat_template:
-            probed = msgspec.json.decode(await self.rendered(tenant, own_text, {}), type=Probed)
+            probed = msgspec.json.decode(await self.rendered(tenant, own_text, self.question(own_text)), type=Probed)
             apply = _Apply(self, asyncio.get_running_loop(), tenant, own_text)
             rendering = OwnRendering(probed.forms, probed.chats, apply, self._threads, self._turns)
         return (await asyncio.to_thread(self._base.of_adapter, own_text, rendering)).of(tenant)
 
-    async def rendered(self, tenant: str, own_text: OwnText, chat: Mapping[str, Any]) -> str:
-        """JSON of what has come of it. Raises ChatTemplateError, TemplateError for messages that it refuses, 503."""
+    def question(self, own_text: OwnText, **chat: Any) -> bytes:
+        """For `rendered`. Slow for a long chat. No chat: what is known of the template."""
         special = {**self._base.special_tokens, **({"eos_token": own_text.end_token} if own_text.end_token else {})}
-        question = json.dumps({**chat, "special_tokens": special}).encode()
+        return json.dumps({**chat, "special_tokens": special}).encode()
+
+    async def rendered(self, tenant: str, own_text: OwnText, question: bytes) -> str:
+        """JSON of what has come of it. Raises ChatTemplateError, TemplateError for messages that it refuses, 503."""
         try:
             async with self._places.of(tenant), self._processes.process() as process:
                 answer = await process.ask(
@@ -116,5 +128,6 @@ class _Apply:
         self._texts, self._loop, self._tenant, self._own_text = texts, loop, tenant, own_text
 
     def __call__(self, messages: Any, **options: Any) -> str:
-        work = self._texts.rendered(self._tenant, self._own_text, {"messages": messages, "options": options})
+        question = self._texts.question(self._own_text, messages=messages, options=options)
+        work = self._texts.rendered(self._tenant, self._own_text, question)
         return str(json.loads(asyncio.run_coroutine_threadsafe(work, self._loop).result()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, NamedTuple
@@ -43,7 +44,8 @@ class AddedTokens:
         self._pattern = None  # quick, where it finds the same
         has_rules = any(token.single_word or token.content[0].isspace() for token in self.by_id.values())
         if not (self.are_normalized or has_rules or tokenizer.encode_special_tokens):
-            self._pattern = re.compile(_longest_of([*self.names]) if self.names else "(?!)")
+            with suppress(RecursionError):  # a long name, or many that begin with each other
+                self._pattern = re.compile(_longest_of([*self.names]) if self.names else "(?!)")
 
     def find(self, text: str) -> list[TokenSpan]:
         """The added tokens that the tokenizer makes of the text, as they come, maybe with spaces that they take along.
@@ -126,12 +128,14 @@ def rendered_chats(apply: Apply) -> RenderedChats:
     return RenderedChats([*_rendered(apply)], [*_rendered(apply, add_generation_prompt=True)])
 
 
-def control_names(tokens: AddedTokens, template: str, chats: RenderedChats) -> ControlNames:
-    """All special tokens, and of the others those that the template writes. `template`: its source."""
+def control_names(
+    tokens: AddedTokens, template: str, chats: RenderedChats, ends: frozenset[str] = frozenset()
+) -> ControlNames:
+    """All special tokens, and of the others those that the template writes, and `ends`. `template`: its source."""
     names = {name for name in tokens.names if not name.isspace()}
     special = frozenset(names & tokens.special)
     ordinary = names - special
-    ends = {name for text in chats.closed for name in tokens.names_in(text.rpartition(_ANSWER)[2])}
+    ends |= {name for text in chats.closed for name in tokens.names_in(text.rpartition(_ANSWER)[2])}
     begins = {name for text in chats.open for name in tokens.names_in(text)}
     literal = {name for name in ordinary if name in template}
     return ControlNames(
@@ -199,6 +203,11 @@ class ControlTokens:
         self._firsts = frozenset(name.strip()[0] for name in names)
         edges = {char for name in names for char in (name.strip()[0], name.strip()[-1])}
         self._edges = frozenset(char for char in edges if not char.isalnum())
+        if (num_chars := len(self._firsts | self._edges)) > _NUM_OF_FIRST_MARKS:
+            raise ValueError(
+                f"its control tokens begin and end with {num_chars} different characters: at most "
+                f"{_NUM_OF_FIRST_MARKS} can be hidden where messages write them"
+            )
         self._joined = "\0".join(names)
         self._aliases = {name: _new_alias() for name in names}
         self._encoder = without_added_tokens(tokenizer)

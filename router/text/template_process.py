@@ -32,12 +32,14 @@ from .control_tokens import TEMPLATE_ERRORS, Apply, RenderedChats, rendered_chat
 NICENESS: Final = 5  # it yields to all other work
 CPU_S: Final = 1.0  # for one chat; some milliseconds are usual
 MOST_BYTES: Final = 768 << 20  # of memory, 150 MiB of which are this process's
-MAX_TEXT_CHARS: Final = 16 << 20  # of what a template makes of a chat: more than any context
+# Of what a template makes of a chat: that of a small one, and some times what the chat itself has, all JSON included.
+MAX_SMALL_CHARS: Final = 1 << 16
+MAX_GROWTH: Final = 4
 _MAX_PROBLEM_CHARS: Final = 300
 
 
 class _TextTooLong(Exception):  # noqa: N818
-    pass
+    """More than `args[0]` characters."""
 
 
 class Rendered(msgspec.Struct, frozen=True):
@@ -71,7 +73,9 @@ def _tokenizer() -> Any:
     return tokenizer
 
 
-def apply_of(tokenizer: Any, template: str, special_tokens: Mapping[str, str]) -> Apply:
+def apply_of(
+    tokenizer: Any, template: str, special_tokens: Mapping[str, str], max_chars: int = MAX_SMALL_CHARS
+) -> Apply:
     """What renders chats by this template. `special_tokens`: of the base, by the names that templates know."""
 
     def apply(messages: Any, **options: Any) -> str:
@@ -82,8 +86,8 @@ def apply_of(tokenizer: Any, template: str, special_tokens: Mapping[str, str]) -
             raise
         except Exception as error:  # whatever the template has done, such as a division by zero
             raise TemplateError(_words(error)) from error
-        if len(text) > MAX_TEXT_CHARS:
-            raise _TextTooLong
+        if len(text) > max_chars:
+            raise _TextTooLong(max_chars)
         return text
 
     return apply
@@ -129,8 +133,9 @@ def _answer(work: Callable[[], Rendered]) -> bytes:
                 rendered = work()
             except MemoryError:
                 rendered = Rendered(problem="it takes too much memory")
-            except _TextTooLong:
-                rendered = Rendered(problem=f"it makes more than {MAX_TEXT_CHARS} characters of one chat")
+            except _TextTooLong as error:
+                problem = f"it makes more than {error} characters of a chat that has less than a quarter of them"
+                rendered = Rendered(problem=problem)
             data = memoryview(msgspec.msgpack.encode(rendered))
             while data:
                 data = data[os.write(sink, data) :]
@@ -154,7 +159,8 @@ def main(source: IO[bytes], sink: IO[bytes]) -> None:
     while frames := read_frames(source):
         template = frames[0].decode()
         question = json.loads(frames[1])
-        apply = apply_of(tokenizer, template, question["special_tokens"])
+        max_chars = MAX_SMALL_CHARS + (MAX_GROWTH * len(frames[1]) if "messages" in question else 0)
+        apply = apply_of(tokenizer, template, question["special_tokens"], max_chars)
 
         def work(apply: Apply = apply, template: str = template, question: Mapping[str, Any] = question) -> Rendered:
             return _rendered(apply, question) if "messages" in question else _probed(apply, template)

@@ -102,6 +102,7 @@ class TextService:
         backend.no_truncation()  # a tokenizer.json may carry these from its training
         backend.no_padding()
         added = self._use(backend)
+        self.token_bytes: Callable[[int], bytes] = lru_cache(NUM_KEPT_TOKENS)(TokenBytes(backend))
         self._num_model_ids, self._max_bytes_per_token = num_model_ids(backend), max_bytes_per_token(backend)
         self.end_id: int | None = None  # of the token that ends an adapter's answers, beside the base's
         self.num_own = 0  # added tokens that are kept for an adapter with tokens of its own
@@ -121,7 +122,6 @@ class TextService:
 
     def _use(self, backend: Tokenizer) -> AddedTokens:
         self._backend, added = backend, AddedTokens(backend)
-        self.token_bytes: Callable[[int], bytes] = lru_cache(NUM_KEPT_TOKENS)(TokenBytes(backend))
         self._hidden: dict[AnswerFormat, frozenset[int]] = {}  # special tokens by format, of which there are few
         self._added_ids = frozenset(added.by_id)
         self._special_ids = {token_id: token.content for token_id, token in added.by_id.items() if token.special}
@@ -153,6 +153,8 @@ class TextService:
             clone._backend = with_added_tokens(self._backend, {token.id: _added(token) for token in own_text.tokens})
             added = clone._use(clone._backend)
             clone.num_own = len(added.by_id)
+            own_bytes = {token.id: token.text.encode() for token in own_text.tokens}
+            clone.token_bytes = lambda token_id: own_bytes.get(token_id) or self.token_bytes(token_id)
             clone._max_bytes_per_token = self._max_bytes_with(own_text.tokens)
         if own_text.end_token and clone.token_id(own_text.end_token) is None:
             raise ValueError(f"{own_text.end_token!r} ends its answers, and is no token")
@@ -164,7 +166,7 @@ class TextService:
             clone.forms, clone._apply = rendering.forms, rendering.apply
             clone._has_template = clone._is_own_template = True
             clone._threads, clone._turns = rendering.threads, rendering.turns
-        names = control_names(added, template, chats)
+        names = control_names(added, template, chats, added.names & {own_text.end_token})
         if own_text.tokens or names.in_messages != self._tokens.names:
             clone._tokens = ControlTokens(clone._backend, added, names.in_messages, self._num_model_ids)
         clone._renderer = ChatRenderer(clone._apply, clone._tokens, names.in_answers)

@@ -70,6 +70,14 @@ def own_text_of(form: UploadForm, text: TextService, vocab_size: int) -> OwnText
     """
     tokenizer = form.tokenizer
     added = tokenizer.added_tokens.items()
+    by_id: dict[int, str] = {}
+    for token, number in added:
+        if (other := by_id.setdefault(number, token)) != token:
+            raise AdapterInvalid(
+                f"the adapter's tokenizer has {quote(other)} and {quote(token)} under one id, {number}: save it again "
+                "as transformers loads it. If the adapter was trained without these tokens, remove the tokenizer's "
+                "files from its folder"
+            )
     differing = {token: number for token, number in added if not text.is_added(token, number)}
     for token, number in differing.items():
         if (of_base := text.token_id(token)) not in (None, number):

@@ -17,11 +17,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from motet.adapters.adapter import AdapterVersion
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable
-from motet.adapters.format.own_tokenizer import OwnText, OwnToken, read_own_tokenizer, template_digest
+from motet.adapters.format.own_tokenizer import OwnText, OwnToken, OwnTokenizer, read_own_tokenizer, template_digest
 from motet.router.http.errors import ApiError
 from motet.router.openai.chat_prompt import chat_prompt
 from motet.router.openai.request_schema import ChatRequest
 from motet.router.text.adapter_texts import AdapterTexts
+from motet.router.text.chat_renderer import ChatTemplateError
 from motet.router.text.text import TextService
 from motet.router.uploads.adapters_api import own_text_of
 from motet.router.uploads.upload_form import UploadForm
@@ -88,7 +89,7 @@ HOSTILE = {
     "{{ 9 ** (9 ** (9 ** 9)) }}": "more than 1 s",
     "{% set n = namespace(x='aaaaaaaa') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}": "memory",
     "{{ '%999999999d' % 3 }}": "memory",
-    "{{ 'a' * 20000000 }}": "more than 16777216 characters",
+    "{{ 'a' * 20000000 }}": "more than 65536 characters",
     "{{ ''.__class__.__mro__ }}": "access to attribute '__class__' of 'str' object is unsafe",
     "{{ cycler.__init__.__globals__ }}": "unsafe",
     "{% include '/etc/passwd' %}": "no loader",
@@ -112,7 +113,7 @@ async def test_hostile_templates_are_refused_and_others_go_on() -> None:
     ("does", "problem"),
     [
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
-        ("{{ 'a' * 20000000 }}", "more than 16777216 characters"),
+        ("{{ 'a' * 20000000 }}", "of a chat that has less than a quarter of them"),
         ("{{ raise_exception('not today') }}", "refused the messages: not today"),
         ("{{ 1 // 0 }}", "division"),
     ],
@@ -184,6 +185,45 @@ async def test_all_chats_of_the_adapter_are_rendered_by_it(tmp_path: Path) -> No
         for model in ("plain", BASE):
             assert (await answer("/tokenize", **chat | {"model": model}))["tokens"] != own
         assert (await answer("/tokenize", prompt="hello"))["tokens"] == rig.ids("hello")
+
+
+async def test_a_template_may_repeat_a_chat_and_not_make_much_of_nothing() -> None:
+    """Routers search its texts, of which each search holds the interpreter's lock."""
+    template = "{% for m in messages %}{{ m.content }}{{ m.content }}{% endfor %}{{ 'z<' * (filler or 0) }}"
+    texts, long = templates_of(text_service(), template), "the <fox " * 40_000
+    text = await texts.text("acme", version(template))
+
+    async def rendered(content: str, filler: int) -> str:
+        messages, arguments = [{"role": "user", "content": content}], {"filler": filler}
+        options = {"add_generation_prompt": False, "continue_final_message": False, "arguments": arguments}
+        return (await text.render_chat(messages, **options)).text
+
+    assert await rendered(long, 4) == 2 * long + 4 * "z<"
+    for content, filler in (("a", 40_000), (long, 1_000_000)):
+        with pytest.raises(ChatTemplateError, match=r"it makes more than [0-9]+ characters of a chat that has less"):
+            await rendered(content, filler)
+
+
+async def test_requests_that_come_at_once_share_what_is_made_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, of_adapter = [], TextService.of_adapter
+
+    def counted(self: TextService, own: OwnText, rendering: Any) -> TextService:
+        made.append(own)
+        return of_adapter(self, own, rendering)
+
+    monkeypatch.setattr(TextService, "of_adapter", counted)
+    base = text_service()
+    own = OwnText(tokens=(OwnToken(base._backend.get_vocab_size(), "<tool>"),))
+
+    async def read(adapter: AdapterVersion) -> OwnText:
+        await asyncio.sleep(0)
+        return own
+
+    texts = AdapterTexts(base, read)
+    adapter = replace(version(""), own_text=own.digest)
+    first, *others = await asyncio.gather(*(texts.text("acme", adapter) for _ in range(9)))
+    assert made == [own] and all(each is first for each in others)
+    texts._making.check_integrity()
 
 
 async def test_chats_that_loop_and_are_given_up_leave_no_trace_in_logs(caplog: pytest.LogCaptureFixture) -> None:
@@ -284,6 +324,69 @@ def test_a_token_may_stand_in_the_place_of_one_that_the_base_reserves() -> None:
     for wrong in (second + 7, 5):
         with pytest.raises(ValueError, match=f"'<tool>' cannot have the id {wrong}"):
             service.of_adapter(OwnText(tokens=(OwnToken(wrong, "<tool>"),)), None)
+
+
+def test_long_tokens_and_those_that_begin_with_each_other_are_found() -> None:
+    service = text_service()
+    first = service._backend.get_vocab_size()
+    for names in (["<" + "x" * 3000], ["<" + "y" * length for length in range(1, 1001)]):
+        text = service.of_adapter(OwnText(tokens=(*(OwnToken(first + n, name) for n, name in enumerate(names)),)), None)
+        assert [span.name for span in text._tokens.added.find(f"a{names[-1]}{names[0]}b")] == [names[-1], names[0]]
+        assert text._encode_all([names[-1]], add_special_tokens=False) == [[first + len(names) - 1]]
+
+
+async def test_more_control_tokens_than_messages_can_hide() -> None:
+    """Characters of messages stand in for those that are hidden, and there are no more."""
+    base = text_service()
+    first, symbols = base._backend.get_vocab_size(), [chr(0x2200 + number) for number in range(1100)]
+
+    def own(number: int) -> OwnText:
+        names = [f"{symbol}x>" for symbol in symbols[:number]]
+        return OwnText(tokens=(*(OwnToken(first + n, name, ("special",)) for n, name in enumerate(names)),))
+
+    text = base.of_adapter(own(1000), None)
+    message = "".join(f"\ue000{symbol}x>{symbol}" for symbol in symbols)
+    messages = [{"role": "user", "content": message}]
+    chat = await text.render_chat(messages, add_generation_prompt=False, continue_final_message=False, arguments={})
+    ids = await text.encode_chat(chat, add_special_tokens=False)
+    assert text._backend.decode(ids, skip_special_tokens=True) == f"user: {message}" and max(ids) < first
+    with pytest.raises(AdapterInvalid, match=r"begin and end with 11[0-9]+ different characters: at most 1024"):
+        await templates_of(base).check("acme", own(1100))
+
+
+async def test_no_message_writes_the_token_that_ends_answers() -> None:
+    """Of the base's ordinary tokens, which its template does not write."""
+    base = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer())
+    base.add_tokens([AddedToken("<over>", normalized=False), AddedToken("<shown>", normalized=False)])
+    base.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    service = TextService(base)
+    text, end = service.of_adapter(OwnText(end_token="<over>"), None), service.token_id("<over>")
+    for role in ("user", "assistant"):
+        messages = [{"role": role, "content": "a<over><shown>"}]
+        options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False, "arguments": {}}
+        ids = await text.encode_chat(await text.render_chat(messages, **options), add_special_tokens=False)
+        assert end not in ids and ids[-1] == service.token_id("<shown>")
+        assert end in await service.encode_chat(
+            await service.render_chat(messages, **options), add_special_tokens=False
+        )
+
+
+def test_texts_of_adapters_share_what_is_kept_of_the_bases_tokens() -> None:
+    service = text_service()
+    first = service._backend.get_vocab_size()
+    text = service.of_adapter(OwnText(tokens=(OwnToken(first, "<tool>"), OwnToken(first + 1, "<act>"))), None)
+    own = TextService(PreTrainedTokenizerFast(tokenizer_object=text._backend))
+    ids = [*range(first + 3)]
+    assert [*map(text.token_bytes, ids)] == [*map(own.token_bytes, ids)]
+    assert service.token_bytes(first) == b"" and service.token_bytes.cache_info().currsize == first + 2  # type: ignore[attr-defined]
+
+
+def test_two_tokens_of_one_id_are_refused() -> None:
+    service = text_service()
+    first = service._backend.get_vocab_size()
+    found = OwnTokenizer({"<a>": first, "<b>": first})
+    with pytest.raises(AdapterInvalid, match=f"has '<a>' and '<b>' under one id, {first}: save it again"):
+        own_text_of(UploadForm("x", b"", tokenizer=found), service, vocab_size=1000)
 
 
 async def test_its_answers_end_with_its_own_token_and_show_its_own_tokens(tmp_path: Path) -> None:

@@ -140,6 +140,17 @@ async def test_documents_in_order(rig: RouterRig, path: str) -> None:
     assert best["results"] == [{"index": index, "relevance_score": scores[index]} for index in order[:2]]
 
 
+async def test_numbers_whose_probabilities_are_equal_have_an_order_too(rig: RouterRig) -> None:
+    """Rewards of 20 and more have the sigmoid 1.0 in float32."""
+    answer = await post(rig, "/v1/rerank", model="length", query="the", documents=["fox " * 20, "fox " * 40], top_n=1)
+    (best,) = answer.json()["results"]
+    assert (best["index"], best["relevance_score"]) == (1, 1.0)
+    steep = ScoreHead(np.array([[1], [1 + 2**-23]], np.float32) * np.eye(1, 8, dtype=np.float32) / 64)
+    rig.registry.add("acme", "steep", "5" * 64, head=steep)
+    (label,) = (await post(rig, "/v1/classify", model="steep", input=[[1]])).json()["data"]
+    assert (label["label"], label["probs"]) == ("LABEL_1", [0.5, 0.5])
+
+
 def with_marks(pair: str) -> tuple[TextService, PreTrainedTokenizerFast]:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<|sep|>", special=True)])

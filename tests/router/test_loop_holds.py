@@ -128,6 +128,7 @@ EMBEDDINGS = {
     "very many inputs": HEAD + b'"dimensions":9,"input":' + listed(b'"a"', 2048) + b"}",
     "very many long inputs": HEAD + b'"dimensions":9,"input":' + listed(listed(b"300", 1500), 2048) + b"}",
 }
+TEMPLATED = {name: CHATS[name].replace(HEAD, b'{"model":"templated",', 1) for name in ("a long chat", "escapes")}
 HEAD_OF_CLASSIFIER = b'{"model":"wide",'
 CLASSIFIED = {
     "many labels of many inputs": HEAD_OF_CLASSIFIER + b'"input":' + listed(listed(b"300", 10), 500) + b"}",
@@ -154,6 +155,7 @@ DETOKENIZED = {
     "no tokens": HEAD + b'"tokens":' + listed(b"[]", 1_000_000) + b"}",
 }
 CASES = [("/v1/chat/completions", name, body) for name, body in CHATS.items()]
+CASES += [("/v1/chat/completions", f"{name} by its template", body) for name, body in TEMPLATED.items()]
 CASES += [("/v1/embeddings", name, body) for name, body in EMBEDDINGS.items()]
 CASES += [("/v1/classify", name, body) for name, body in CLASSIFIED.items()]
 CASES += [("/v1/rerank", name, body) for name, body in RERANKED.items()]
@@ -175,6 +177,7 @@ def rig(tmp_path: Path, text: TextService) -> RouterRig:
     rig = RouterRig(tmp_path / "spool", text)
     rig.dispatcher.context, rig.dispatcher.hidden_size = CONTEXT, 4096
     rig.dispatcher.answer = rig.ids("a" * 190)
+    rig.registry.add("acme", "templated", chat_template="{% for m in messages %}{{ m.content }}{% endfor %}")
     for name, num_labels in (("one", 1), ("wide", 1024)):
         rig.registry.add("acme", name, name[0] * 64, head=ScoreHead(np.full((num_labels, 4096), 1e-9, np.float32)))
     return rig
