@@ -195,7 +195,11 @@ async def test_a_template_may_repeat_a_chat_and_not_make_much_of_nothing() -> No
 
     async def rendered(content: str, filler: int) -> str:
         messages, arguments = [{"role": "user", "content": content}], {"filler": filler}
-        options = {"add_generation_prompt": False, "continue_final_message": False, "arguments": arguments}
+        options: dict[str, Any] = {
+            "add_generation_prompt": False,
+            "continue_final_message": False,
+            "arguments": arguments,
+        }
         return (await text.render_chat(messages, **options)).text
 
     assert await rendered(long, 4) == 2 * long + 4 * "z<"
