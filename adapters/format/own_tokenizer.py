@@ -50,6 +50,7 @@ class OwnTokenizer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     chat_template: str = ""  # its `template_digest`; empty: it has none
     flags: Mapping[str, tuple[TokenFlag, ...]] = {}  # of added tokens that have some
     end_token: str = ""  # its `eos_token`; empty: it names none
+    special_tokens: Mapping[str, str] = {}  # the others that it names, such as `bos_token`
 
 
 NO_TOKENIZER: Final = OwnTokenizer()
@@ -72,10 +73,11 @@ class OwnText(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     chat_template: str = ""
     tokens: tuple[OwnToken, ...] = ()  # by id
     end_token: str = ""  # it ends answers, as do the base's
+    special_tokens: Mapping[str, str] = {}  # by names that its template knows
 
     def encode(self) -> bytes:
         """A chat template alone is stored as it is, as it was before there was more."""
-        if not self.tokens and not self.end_token and not self.chat_template.encode().startswith(_HEADER):
+        if self == OwnText(self.chat_template) and not self.chat_template.encode().startswith(_HEADER):
             return self.chat_template.encode()
         return _HEADER + msgspec.json.encode(self)
 
@@ -132,7 +134,7 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> tuple[OwnT
 
     >>> files = {"added_tokens.json": b'{"<tool>": 7}', "chat_template.jinja": b"{{ messages }}"}
     >>> own_tokenizer(files.get, "pirate")
-    (OwnTokenizer(added_tokens={'<tool>': 7}, chat_template='f24189f...', flags=..., end_token=''), '{{ messages }}')
+    (OwnTokenizer(added_tokens={'<tool>': 7}, chat_template='f24189f...', flags=...), '{{ messages }}')
     """
 
     def object_of(name: str) -> dict[str, Any]:
@@ -162,6 +164,7 @@ def own_tokenizer(read: Callable[[str], bytes | None], where: str) -> tuple[OwnT
             "chat_template": template_digest(template) if template else "",
             "flags": {text: some for text, some in flags.items() if some},
             "end_token": texts[0],
+            "special_tokens": {name: text for name, text in zip(_NAMES, texts, strict=False) if text and name != _END},
         }
         return msgspec.convert(facts, OwnTokenizer), template
     except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -100,7 +100,9 @@ class AdapterTexts:
 
     def question(self, own_text: OwnText, **chat: Any) -> bytes:
         """For `rendered`. Slow for a long chat. No chat: what is known of the template."""
-        special = {**self._base.special_tokens, **({"eos_token": own_text.end_token} if own_text.end_token else {})}
+        special = {**self._base.special_tokens, **own_text.special_tokens}
+        if own_text.end_token:
+            special["eos_token"] = own_text.end_token
         return json.dumps({**chat, "special_tokens": special}).encode()
 
     async def rendered(self, tenant: str, own_text: OwnText, question: bytes) -> str:

@@ -80,9 +80,9 @@ def own_text_of(form: UploadForm, text: TextService, vocab_size: int) -> OwnText
             )
     differing = {token: number for token, number in added if not text.is_added(token, number)}
     for token, number in differing.items():
-        if (of_base := text.token_id(token)) not in (None, number):
+        if (id_in_base := text.token_id(token)) not in (None, number):
             raise AdapterInvalid(
-                f"the adapter's tokenizer has {quote(token)} under the id {number}, and the base's under {of_base}: "
+                f"the adapter's tokenizer has {quote(token)} under the id {number}, and the base's under {id_in_base}: "
                 "train the adapter with the base's tokenizer. If it was trained without this token already, remove the "
                 "tokenizer's files from its folder"
             )
@@ -98,14 +98,14 @@ def own_text_of(form: UploadForm, text: TextService, vocab_size: int) -> OwnText
             f"the adapter's tokenizer adds {len(differing)} tokens: at most {MAX_OWN_TOKENS} are served"
         )
     tokens = [OwnToken(number, token, tokenizer.flags.get(token, ())) for token, number in differing.items()]
-    end = tokenizer.end_token
-    is_end_of_base = end == text.special_tokens.get("eos_token") or (
-        end not in differing and text.token_id(end) is None
-    )
+    end, of_base = tokenizer.end_token, text.special_tokens
+    is_end_of_base = end == of_base.get("eos_token") or (end not in differing and text.token_id(end) is None)
     template = form.chat_template
-    if template_digest(template) == text.template_digest and is_end_of_base:
+    special = {name: token for name, token in tokenizer.special_tokens.items() if token != of_base.get(name)}
+    special = {name: token for name, token in sorted(special.items()) if name in template}
+    if template_digest(template) == text.template_digest and is_end_of_base and not special:
         template = ""
-    return OwnText(template, (*sorted(tokens, key=lambda token: token.id),), "" if is_end_of_base else end)
+    return OwnText(template, (*sorted(tokens, key=lambda token: token.id),), "" if is_end_of_base else end, special)
 
 
 def own_text_warnings(own_text: OwnText, form: UploadForm, text: TextService) -> tuple[str, ...]:

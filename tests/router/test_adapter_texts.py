@@ -195,12 +195,8 @@ async def test_a_template_may_repeat_a_chat_and_not_make_much_of_nothing() -> No
 
     async def rendered(content: str, filler: int) -> str:
         messages, arguments = [{"role": "user", "content": content}], {"filler": filler}
-        options: dict[str, Any] = {
-            "add_generation_prompt": False,
-            "continue_final_message": False,
-            "arguments": arguments,
-        }
-        return (await text.render_chat(messages, **options)).text
+        options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False}
+        return (await text.render_chat(messages, **options, arguments=arguments)).text
 
     assert await rendered(long, 4) == 2 * long + 4 * "z<"
     for content, filler in (("a", 40_000), (long, 1_000_000)):
@@ -383,6 +379,33 @@ def test_texts_of_adapters_share_what_is_kept_of_the_bases_tokens() -> None:
     ids = [*range(first + 3)]
     assert [*map(text.token_bytes, ids)] == [*map(own.token_bytes, ids)]
     assert service.token_bytes(first) == b"" and service.token_bytes.cache_info().currsize == first + 2  # type: ignore[attr-defined]
+
+
+async def test_its_template_knows_the_special_tokens_that_its_tokenizer_names(tmp_path: Path) -> None:
+    """Of those that the template does not name nothing is kept."""
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ sep_token }}{{ eos_token }}{% endfor %}"
+    service, names = text_service(template), {"bos_token": "<|start|>", "sep_token": "<sep>"}
+
+    def saved(named: dict[str, str]) -> OwnText:
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token="<|end|>", **named)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(tmp_path)
+        found, source = read_own_tokenizer(tmp_path)
+        form = UploadForm("x", b"", tokenizer=found, chat_template=source)
+        return own_text_of(form, service, vocab_size=1000)
+
+    assert saved({"pad_token": "<|end|>"}) == OwnText()
+    own = saved(names)
+    assert own.special_tokens == names and OwnText.decode(own.encode(), own.digest) == own
+
+    async def read(adapter: AdapterVersion) -> OwnText:
+        return own
+
+    text = await AdapterTexts(service, read).text("acme", replace(version(""), own_text=own.digest))
+    chat = [{"role": "user", "content": "hello"}]
+    options: dict[str, Any] = {"add_generation_prompt": False, "continue_final_message": False, "arguments": {}}
+    expected = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, return_dict=False)
+    assert await text.encode_chat(await text.render_chat(chat, **options), add_special_tokens=False) == expected
 
 
 def test_two_tokens_of_one_id_are_refused() -> None:
