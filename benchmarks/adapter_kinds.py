@@ -66,12 +66,12 @@ KINDS = {"scaled": with_vectors, "ends": with_ends, "saved": with_saved_head}
 def add_kind(kind: str, root: Path, model_path: Path, refs: Sequence[AdapterRef]) -> list[AdapterRef]:
     """The same adapters with what a kind has beside LoRA."""
     model, store, chance = ModelConfig.from_folder(model_path), AdapterStore(root), np.random.default_rng(0)
-    layout, made = AdapterLayout(model.shape, model.slab(BLOCK_SIZE), "bfloat16"), list[AdapterRef]()
+    layout, refs_of_kind = AdapterLayout(model.shape, model.slab(BLOCK_SIZE), "bfloat16"), list[AdapterRef]()
     for ref in refs:
         content = KINDS[kind](store.load_content(ref.digest), model, chance)
         store.put(content, [layout])
-        made.append(AdapterRef(content.digest, content.module_ranks))
-    return made
+        refs_of_kind.append(AdapterRef(content.digest, content.module_ranks))
+    return refs_of_kind
 
 
 def main() -> None:

@@ -30,14 +30,14 @@ class LatentLoraBatch:
         segments: Sequence[LoraSegment], geometry: LoraGeometry, module: int, device: torch.device
     ) -> LatentLoraBatch | None:
         """None: no row has such an adapter."""
-        having, pages = list[LoraSegment](), list[torch.Tensor]()
+        some, pages = list[LoraSegment](), list[torch.Tensor]()
         for segment in segments:
             at = segment.adapter.modules[module]
             if at.rank:
                 first, end = at.a // geometry.slab, at.b + at.rank * geometry.sides[module][1]
-                having.append(segment)
+                some.append(segment)
                 pages.append(torch.tensor(segment.adapter.pages[first : -(-end // geometry.slab)], device=device))
-        return LatentLoraBatch(geometry, module, tuple(having), tuple(pages)) if having else None
+        return LatentLoraBatch(geometry, module, tuple(some), tuple(pages)) if some else None
 
 
 @dataclass(frozen=True)

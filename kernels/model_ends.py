@@ -43,6 +43,11 @@ class EndGeometry:
         tile = gcd(self.page, self.hidden_size, self.padded_vocab)
         return LoraGeometry(1, self.page, tile, ((self.hidden_size, self.padded_vocab),))
 
+    def head_adapter(self, ends: PagedEnds) -> PagedAdapter:
+        """LoRA of the head, which lies in the first end pages."""
+        at = ends.head.lora
+        return PagedAdapter(ends.pages[: -(-(at.b + at.rank * self.padded_vocab) // self.page)], (at,))
+
 
 @dataclass(frozen=True)
 class RowTable:
@@ -126,12 +131,11 @@ class StepEnds:
             tables, rows = self.of.tables(ends, pool), slice(segment.start, segment.end)
             trained = tables.table(ends.head.rows, ends.head.num_rows, geometry.hidden_size)
             self.of.kernels.set_columns(logits[rows], states[rows], trained, tables.token_ids(ends.head))
-        if lora := [segment for segment, ends in self._each() if ends.head.lora.rank]:
-            first, last = lora[0].start, lora[-1].end
+        if lora := [(segment, ends) for segment, ends in self._each() if ends.head.lora.rank]:
+            first, last = lora[0][0].start, lora[-1][0].end
             moved = [
-                LoraSegment(each.start - first, each.end - first, PagedAdapter(ends.pages, (ends.head.lora,)))
-                for each, ends in self._each()
-                if ends.head.lora.rank
+                LoraSegment(segment.start - first, segment.end - first, geometry.head_adapter(ends))
+                for segment, ends in lora
             ]
             batch = self.of.lora.prepare(moved, geometry.lora, states.device)
             added = states.new_zeros(last - first, geometry.padded_vocab)

@@ -53,10 +53,10 @@ class PlainOutputs:
     """`OutputKernels` in plain torch, for any device."""
 
     def prepare(self, segments: Sequence[LoraSegment], geometry: LoraGeometry, device: torch.device) -> _Vectors | None:
-        having = [segment for segment in segments if segment.adapter.outputs]
-        if not having:
+        scaled = [segment for segment in segments if segment.adapter.outputs]
+        if not scaled:
             return None
-        tables = {module: _tables(having, module, geometry) for module in range(len(geometry.sides))}
+        tables = {module: _tables(scaled, module, geometry) for module in range(len(geometry.sides))}
         numbers = [torch.tensor(part, dtype=torch.int64) for table in tables.values() for part in table[1:]]
         moved = iter(staged(device, *numbers))
         vectors = {
@@ -94,8 +94,8 @@ def _tables(
 ) -> tuple[tuple[tuple[int, int, int], ...], list[int], list[int], list[int]]:
     """The fields of `_ModuleVectors`."""
     runs, ranges, rows, adapters = list[int](), list[tuple[int, int, int]](), list[int](), list[int]()
-    having = [segment for segment in segments if segment.adapter.outputs[module] is not None]
-    for index, segment in enumerate(having):
+    scaled = [segment for segment in segments if segment.adapter.outputs[module] is not None]
+    for index, segment in enumerate(scaled):
         runs += _runs(segment, module, geometry)
         if segment.end - segment.start > 1:
             ranges.append((segment.start, segment.end, index))

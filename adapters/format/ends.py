@@ -26,7 +26,7 @@ from ..errors import AdapterInvalid, quote
 from .base_weights import BaseWeights
 from .content import TokenRows
 from .peft import CONFIG_FILE, TENSORS_FILE, LoraConfig, parse_end_name
-from .targets import end_names, suffixes
+from .targets import are_tied, end_names, suffixes
 from .tensor_file import Tensor, TensorFile, tensor_bytes
 
 _GATHERED_BYTES = 4 << 20  # of rows that are copied at once
@@ -67,33 +67,18 @@ def match_end_tensors(
     `names`: those that `parse_end_name` knows. `targets`: of LoRA, as (layer, module). Raises AdapterInvalid for
     missing, extra and doubled tensors, for shapes that do not fit, and for what PEFT does not load.
     """
-    by_kind: dict[tuple[str, str], str] = {}
-    biases = list[str]()
-    for name in names:
-        key = parse_end_name(name)
-        assert key is not None, "only names of the ends"
-        if key == (HEAD, "bias"):
-            biases.append(name)
-        elif by_kind.setdefault(key, name) != name:
-            raise AdapterInvalid(
-                f"{TENSORS_FILE} holds a tensor twice: as {quote(by_kind[key], 160)} and as {quote(name, 160)}"
-            )
-    saved, token_ids = _saved_ends(config, shape, prefix), _trained_tokens(config, shape, prefix)
+    keys, is_tied = end_names(config, shape, prefix), are_tied(config, shape, prefix)
+    by_kind, biases = _by_kind(names, keys)
+    saved = _saved_ends(config, keys)
     if shape.ends is None:
-        if by_kind or biases or saved or token_ids:
+        if by_kind or biases or saved or config.trained_tokens:
             raise AdapterInvalid("embedding and head of this base cannot be trained: train its linears alone")
         return EndTensors()
-    ends = shape.ends
-    for end, ids in token_ids.items():
-        if outside := [each for each in ids if not 0 <= each < ends.vocab_size]:
-            raise AdapterInvalid(
-                f"trainable_token_indices names token {outside[0]} of {end}: the base has rows for the tokens 0 to "
-                f"{ends.vocab_size - 1}"
-            )
-    if saved and ends.is_tied and config.ties_ends:
+    ends, token_ids = shape.ends, _trained_tokens(config, keys, shape.ends)
+    if saved and is_tied and config.ties_ends:
         saved = {*END_MODULES}
     loras = {module for _, module in targets if module in END_MODULES}
-    tied_tokens = ends.is_tied and _tokens_are_tied(config, token_ids)
+    tied_tokens = is_tied and _tokens_are_tied(config, token_ids)
     _check_conflicts(saved, token_ids, loras, tied_tokens)
     tokens = {
         end: (_needed(by_kind, end, "tokens", "trainable_token_indices"), ids)
@@ -113,14 +98,14 @@ def match_end_tensors(
     for name in biases:
         _check_shape(name, file.entries[name].shape, (ends.vocab_size,), "bias", ends)
     weights = {end: name for end in END_MODULES if (name := _base_weight(by_kind, end, saved))}
-    if weights and ends.is_tied:  # one weight, and of two in a file PEFT loads the head's last
+    if weights and is_tied:  # one weight, and of two in a file PEFT loads the head's last
         weights = dict.fromkeys(END_MODULES, weights.get(HEAD) or weights[EMBEDDING])
     weights |= {end: by_kind.get((end, "weight")) or _needed(by_kind, end, "copy", "modules_to_save") for end in saved}
-    if saved and ends.is_tied and config.ties_ends:
+    if saved and is_tied and config.ties_ends:
         weights[EMBEDDING] = weights[HEAD]
     if tied_tokens:
         tokens[HEAD] = tokens[EMBEDDING]
-    return EndTensors(weights, tokens, tuple(biases))
+    return EndTensors(weights, tokens, biases)
 
 
 def changed_rows(
@@ -158,10 +143,33 @@ def gathered(rows: Mapping[str, ChangedRows], folder: Path) -> dict[str, TokenRo
     return {end: by_id[id(each)] for end, each in rows.items()}
 
 
-def _saved_ends(config: LoraConfig, shape: BaseShape, prefix: str) -> set[str]:
+def _by_kind(names: Iterable[str], keys: Mapping[str, str]) -> tuple[dict[tuple[str, str], str], tuple[str, ...]]:
+    """The names by end and kind, and those of biases of the head."""
+    by_kind: dict[tuple[str, str], str] = {}
+    biases = list[str]()
+    for name in names:
+        key = parse_end_name(name)
+        assert key is not None, "only names of the ends"
+        if key[0] not in keys:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds {quote(name, 160)}, and the model that was trained has no {key[0]}, by the "
+                f"names of the other tensors or task_type in {CONFIG_FILE}"
+            )
+        if key == (HEAD, "bias"):
+            biases.append(name)
+        elif by_kind.setdefault(key, name) != name:
+            raise AdapterInvalid(
+                f"{TENSORS_FILE} holds a tensor twice: as {quote(by_kind[key], 160)} and as {quote(name, 160)}"
+            )
+    return by_kind, tuple(biases)
+
+
+def _saved_ends(config: LoraConfig, keys: Mapping[str, str]) -> set[str]:
     saved = set[str]()
     for name in config.modules_to_save:
-        end = _end_of(name, shape, prefix)
+        end = _end_of(name, keys)
+        if end is None and name == HEAD:
+            continue  # the model that was trained has none, and PEFT passes over it
         if end is None:
             raise AdapterInvalid(
                 f"modules_to_save names {quote(name)}: of whole modules {' and '.join(END_MODULES)} are served, train "
@@ -171,16 +179,21 @@ def _saved_ends(config: LoraConfig, shape: BaseShape, prefix: str) -> set[str]:
     return saved
 
 
-def _trained_tokens(config: LoraConfig, shape: BaseShape, prefix: str) -> dict[str, tuple[int, ...]]:
+def _trained_tokens(config: LoraConfig, keys: Mapping[str, str], ends: BaseEnds) -> dict[str, tuple[int, ...]]:
     tokens: dict[str, tuple[int, ...]] = {}
     for name, ids in config.trained_tokens.items():
-        end = _end_of(name, shape, prefix)
+        end = _end_of(name, keys)
         if end is None or end in tokens:
             raise AdapterInvalid(
                 f"trainable_token_indices names {quote(name)}: {' and '.join(END_MODULES)} are served, each once"
             )
         seen = set[int]()
         for each in ids:
+            if not 0 <= each < ends.vocab_size:
+                raise AdapterInvalid(
+                    f"trainable_token_indices names token {each} of {end}: the base has rows for the tokens 0 to "
+                    f"{ends.vocab_size - 1}"
+                )
             if each in seen:
                 raise AdapterInvalid(f"trainable_token_indices names token {each} of {end} twice: name it once")
             seen.add(each)
@@ -188,9 +201,8 @@ def _trained_tokens(config: LoraConfig, shape: BaseShape, prefix: str) -> dict[s
     return tokens
 
 
-def _end_of(name: str, shape: BaseShape, prefix: str) -> str | None:
-    """EMBEDDING or HEAD by its name, or by the last parts of it."""
-    keys = end_names(shape, prefix)
+def _end_of(name: str, keys: Mapping[str, str]) -> str | None:
+    """The end that a name of PEFT's means. `keys`: names of the ends in full."""
     return next((end for end, key in keys.items() if name == end or name in suffixes(key)), None)
 
 

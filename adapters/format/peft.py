@@ -202,7 +202,7 @@ _END_NAME = re.compile(
     rf"(?:{BEGINNING}(?P<embedding>{_EMBEDDING})|base_model\.model\.(?:language_model\.)?lm_head)\.(?:"
     r"(?P<weight>weight)|(?P<copy>modules_to_save\.(?:[^.]+\.)?weight)|"
     r"(?P<base>(?:(?:base_layer|token_adapter|original_module)\.)+weight)|"
-    r"(?P<bias>(?:(?:base_layer|original_module|modules_to_save(?:\.[^.]+)?)\.)*bias)|"
+    r"(?P<bias>(?:base_layer\.|original_module\.|modules_to_save\.(?:[^.]+\.)?)?bias)|"
     r"(?P<tokens>(?:base_layer\.)?token_adapter\.trainable_tokens_delta(?:\.[^.]+)?))"
 )
 _OUTER_TENSOR_NAME = re.compile(rf"{BEGINNING}(?P<module>{'|'.join(OUTER_MODULES)}){ENDING}")

@@ -209,6 +209,12 @@ def _children_s() -> float:
 
 
 _ALL_LINEAR = "all-linear"
+# The head's name by what stands before "layers." in names of modules, where there is a head.
+HEAD_NAMES: Final = {
+    TEXT_PREFIX: HEAD,
+    "model.language_model.": HEAD,
+    "language_model.model.": f"language_model.{HEAD}",
+}
 # Modules of one base or another. Lists for all of them name some in vain, of which nothing is said.
 _OF_SOME_BASE = frozenset(path.rpartition(".")[2] for path in MODULE_PATHS.values())
 
@@ -245,7 +251,7 @@ def resolve_targets(
     if config.target_parameters and not config.target_modules:
         return {}
     keys = module_keys(shape, prefix)
-    ends = {key: (OUTER, end) for end, key in end_names(shape, prefix).items() if not is_saved(config, key)}
+    ends = {key: (OUTER, end) for end, key in end_names(config, shape, prefix).items() if not is_saved(config, key)}
     _check_against_base(config, shape)
     is_all = isinstance(config.target_modules, str) and config.target_modules.lower() == _ALL_LINEAR
     targeted = _targeted(config, [*keys] if is_all else [*keys, *ends], time)
@@ -286,8 +292,8 @@ def ties_lora(config: LoraConfig, shape: BaseShape, prefix: str, time: PatternTi
 
     Raises AdapterInvalid where PEFT fails, because the embedding is excluded.
     """
-    names = end_names(shape, prefix)
-    if not (config.ties_ends and shape.ends is not None and shape.ends.is_tied):
+    names = end_names(config, shape, prefix)
+    if not (config.ties_ends and are_tied(config, shape, prefix)):
         return False
     if any(name.rpartition(".")[2] in END_MODULES for name in config.modules_to_save):
         return False
@@ -305,10 +311,18 @@ def ties_lora(config: LoraConfig, shape: BaseShape, prefix: str, time: PatternTi
     return True
 
 
-def end_names(shape: BaseShape, prefix: str) -> dict[str, str]:
-    """The names of EMBEDDING and HEAD that patterns match, by these. `prefix`: as for `resolve_targets`."""
-    outer = "language_model." if prefix == "language_model.model." else ""
-    return {EMBEDDING: f"{prefix}{shape.path(EMBEDDING)}", HEAD: f"{outer}{HEAD}"}
+def end_names(config: LoraConfig, shape: BaseShape, prefix: str) -> dict[str, str]:
+    """The names of EMBEDDING and HEAD that patterns match, by these. `prefix`: as for `resolve_targets`.
+
+    A classifier has another head, and a base that was loaded without its head none.
+    """
+    names = {EMBEDDING: f"{prefix}{shape.path(EMBEDDING)}"}
+    return names | ({} if config.is_classifier or prefix not in HEAD_NAMES else {HEAD: HEAD_NAMES[prefix]})
+
+
+def are_tied(config: LoraConfig, shape: BaseShape, prefix: str) -> bool:
+    """Whether embedding and head are one weight in the model that was trained."""
+    return shape.ends is not None and shape.ends.is_tied and HEAD in end_names(config, shape, prefix)
 
 
 def is_saved(config: LoraConfig, key: str) -> bool:
@@ -321,7 +335,7 @@ def unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> list[str]:
     if isinstance(config.target_modules, str):
         return []
     names = frozenset(config.target_modules)
-    keys = [*module_keys(shape, prefix), *end_names(shape, prefix).values()]
+    keys = [*module_keys(shape, prefix), *end_names(config, shape, prefix).values()]
     return sorted(names - _OF_SOME_BASE - names_found(keys, names))
 
 

@@ -53,6 +53,7 @@ from .peft import (
 from .products import SHARED, ProductMatrices, check_product, expected_tensors
 from .score_head import check_head, head_names, read_head
 from .targets import (
+    HEAD_NAMES,
     PatternTime,
     Target,
     by_pattern,
@@ -121,13 +122,13 @@ def resolve_parameters(
     time = time or PatternTime()
     if not config.target_parameters:
         return {}
-    keys = _parameter_keys(shape, prefix)
+    keys = _parameter_keys(config, shape, prefix)
     targeted = named_in(keys, frozenset(config.target_parameters))
     if not targeted and not config.target_modules:
         raise AdapterInvalid(
             f"target_parameters = {listed([*config.target_parameters])} matches nothing: {_accepted(shape)}"
         )
-    for end, name in end_names(shape, prefix).items():
+    for end, name in end_names(config, shape, prefix).items():
         if f"{name}.weight" in targeted and (end == EMBEDDING or is_saved(config, name)):
             raise AdapterInvalid(
                 f"target_parameters names {end}.weight"
@@ -143,11 +144,11 @@ def resolve_parameters(
     return targets
 
 
-def _parameter_keys(shape: BaseShape, prefix: str) -> dict[str, tuple[int, str]]:
+def _parameter_keys(config: LoraConfig, shape: BaseShape, prefix: str) -> dict[str, tuple[int, str]]:
     """(layer, parameter) of all that `target_parameters` may name, by the name that it matches."""
     keys = {f"{key}.weight": module for key, module in module_keys(shape, prefix).items()}
     if shape.ends is not None:
-        keys |= {f"{key}.weight": (OUTER, end) for end, key in end_names(shape, prefix).items()}
+        keys |= {f"{key}.weight": (OUTER, end) for end, key in end_names(config, shape, prefix).items()}
     if shape.experts is not None:
         keys |= {
             f"{prefix}layers.{layer}.{shape.experts.parameters}.{name}": (layer, name)
@@ -160,7 +161,7 @@ def _parameter_keys(shape: BaseShape, prefix: str) -> dict[str, tuple[int, str]]
 def _unmatched(config: LoraConfig, shape: BaseShape, prefix: str) -> tuple[str, ...]:
     """Says which names in the config's lists are of nothing that the base has: nothing is trained there, as in PEFT."""
     names = frozenset(config.target_parameters) - {_ROUTER_OF_PEFT}
-    parameters = sorted(names - names_found(_parameter_keys(shape, prefix), names))
+    parameters = sorted(names - names_found(_parameter_keys(config, shape, prefix), names))
     by_field = {
         "target_modules": unmatched(config, shape, prefix),
         "target_parameters": parameters,
@@ -340,9 +341,9 @@ def validate(
     found_fused = {key: file.finite(name) for key, name in fused_names.items()}
     vector_arrays = {key: file.finite(name) for key, name in vectors.items()}
     loras = {key: LoraMatrices(arrays[*key, "A"], arrays[*key, "B"], each.scaling) for key, each in plain.items()}
-    if ties_lora(parsed, shape, prefix, time):  # PEFT loads the head's into the embedding's place
-        head, scaling = loras[OUTER, HEAD], loras[OUTER, EMBEDDING].scaling
-        loras[OUTER, EMBEDDING] = LoraMatrices(head.b.T, head.a.T, scaling)
+    tie_warnings: tuple[str, ...] = ()
+    if ties_lora(parsed, shape, prefix, time):
+        loras[OUTER, EMBEDDING], tie_warnings = _tied(loras[OUTER, EMBEDDING], loras[OUTER, HEAD])
     outputs = outputs_of(vector_arrays, loras, shape, base)
     wholes: dict[tuple[int, str], LoraMatrices | ProductMatrices] = {**loras}
     wholes |= _products(factors, targets, parsed.kind, file, shape)
@@ -365,7 +366,7 @@ def validate(
         )
     # Of a base that takes pictures too they may be of vision.
     warnings = () if shape.is_wrapped else _unmatched(parsed, trained, prefix)
-    warnings += parsed.unknown.warnings
+    warnings += (*parsed.unknown.warnings, *tie_warnings)
     return AdapterContent(
         matrices,
         num_experts,
@@ -377,6 +378,21 @@ def validate(
         source_digest(vector_arrays),
         gathered(rows, scratch or tensors.parent),
         head=read_head(file, of_head),
+    )
+
+
+def _tied(embedding: LoraMatrices, head: LoraMatrices) -> tuple[LoraMatrices, tuple[str, ...]]:
+    """The embedding's LoRA where `ensure_weight_tying` is set: PEFT loads the head's in its place. And warnings.
+
+    PEFT ties them once, and they come apart in training where the model is moved to a device or cast afterwards.
+    """
+    tied = LoraMatrices(head.b.T, head.a.T, embedding.scaling)
+    pairs = (*zip(embedding.a, tied.a, strict=True), *zip(embedding.b.T, tied.b.T, strict=True))
+    if all(np.array_equal(row, tied_row) for row, tied_row in pairs):
+        return tied, ()
+    return tied, (
+        "ensure_weight_tying is set, and the LoRA of embed_tokens is not that of lm_head, as it was in training: PEFT "
+        "loads that of lm_head for both, and so does motet",
     )
 
 
@@ -608,15 +624,15 @@ def _begins(name: str, shape: BaseShape, prefix: str) -> bool:
     """The tensor's module begins with `prefix`, or without any, as where a base was loaded without its head."""
     parts = ("layers.", *(f"{module}." for module in (*OUTER_MODULES, shape.path(EMBEDDING))))
     begins = [f"base_model.model.{before}{part}" for before in (prefix, "") for part in parts]
-    return name.startswith((*begins, f"base_model.model.{end_names(shape, prefix)[HEAD]}."))
+    return name.startswith((*begins, f"base_model.model.{HEAD_NAMES.get(prefix, HEAD)}."))
 
 
 def _name_in(shape: BaseShape, prefix: str, layer: int, module: str, letter: str) -> str:
     """PEFT's name of a matrix, for messages."""
     if module in END_MODULES:
-        between = "embedding_" if module == EMBEDDING else ""
-        end = f"base_model.model.{end_names(shape, prefix)[module]}.lora_{between}{letter}"
-        return end if module == EMBEDDING else f"{end}.weight"
+        if module == HEAD:
+            return f"base_model.model.{HEAD_NAMES[prefix]}.lora_{letter}.weight"
+        return f"base_model.model.{prefix}{shape.path(module)}.lora_embedding_{letter}"
     place = "" if layer == OUTER else f"layers.{layer}."
     return f"base_model.model.{prefix}{place}{shape.path(module)}.lora_{letter}.weight"
 

@@ -71,14 +71,14 @@ class AdapterTexts:
         if key not in self._texts:
             async with self._making.of(tenant):
                 if key not in self._texts:  # nor made while this request waited
-                    self._texts[key] = await self._made(tenant, version)
+                    self._texts[key] = await self._prepared(tenant, version)
         text = self._texts[key]
         self._texts.move_to_end(key)
         while len(self._texts) > MAX_KNOWN or sum(each.num_own for each in self._texts.values()) > MAX_KNOWN_TOKENS:
             self._texts.popitem(last=False)
         return text
 
-    async def _made(self, tenant: str, version: AdapterVersion) -> TextService:
+    async def _prepared(self, tenant: str, version: AdapterVersion) -> TextService:
         """Raises as `text`."""
         try:
             return await self._service(tenant, await self._read(version))

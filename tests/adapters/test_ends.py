@@ -7,6 +7,7 @@ import random
 import tracemalloc
 import warnings
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     Ernie4_5_MoeConfig,
     Ernie4_5_MoeForCausalLM,
     LlamaConfig,
@@ -97,7 +100,7 @@ def save(
     change: Callable[[PeftModel], None] | None = None,
 ) -> None:
     """An adapter that PEFT has trained and saved. `change`: of the model before."""
-    fields = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], **config}
+    fields = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], **deepcopy(config)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT reports ends that are tied
         model = get_peft_model(base.model(), LoraConfig(**fields))
@@ -374,6 +377,27 @@ def test_of_two_tensors_for_one_weight_peft_loads_the_head_s_last(base: Base, tm
     assert_computes(base, content_of(base, folder), folder)
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_lora_that_came_apart_in_training_has_a_warning(is_cast: bool, tmp_path: Path) -> None:
+    """As PEFT trains it: once the model is cast both ends have parameters of their own."""
+    llama(True).save_pretrained(tmp_path / "base")
+    base, ids = Base(tmp_path / "base"), torch.arange(20)[None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lora = LoraConfig(r=4, target_modules=["embed_tokens"], ensure_weight_tying=True)
+        model = get_peft_model(base.model(), lora)
+        model = model.double().float() if is_cast else model
+        optimizer = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.5)
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.save_pretrained(tmp_path, **LEAVE)
+    content = content_of(base, tmp_path)
+    assert_computes(base, content, tmp_path)
+    assert [each.partition(",")[0] for each in content.warnings] == ["ensure_weight_tying is set"] * is_cast
+
+
 def test_other_names_of_a_saved_weight(base: Base, tmp_path: Path) -> None:
     """As PEFT leaves them in a file beside its own, or other programs in its place."""
     save(base, tmp_path, {"modules_to_save": ["embed_tokens"]})
@@ -550,6 +574,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Tensor | None], dict[str, Any
     ),
     "a bias of the head": ({}, {f"{LM_HEAD}.bias": torch.ones(VOCAB)}, {}, ["not the bias of the base's head"]),
     "a bias of the embedding": ({}, {f"{EMBED_TOKENS}.bias": torch.ones(VOCAB)}, {}, ["embed_tokens has no bias"]),
+    "a long name": ({}, {f"{LM_HEAD}.{'modules_to_save.' * 60}bias": torch.ones(1)}, {}, ["lm_head"]),
     "another embedding": (
         {},
         {"base_model.model.model.wpe.lora_embedding_A": torch.ones(4, 9)},
@@ -631,7 +656,7 @@ def test_a_bias_of_the_head_may_be_the_base_s_own(fields: dict[str, Any], tmp_pa
         ("", ""),
         ("model.language_model.", "lm_head"),
         ("language_model.model.", "language_model.lm_head"),
-        ("language_model.", "lm_head"),
+        ("language_model.", ""),
     ],
 )
 def test_names_of_a_base_that_was_loaded_otherwise(prefix: str, head: str, tmp_path: Path) -> None:
@@ -649,6 +674,48 @@ def test_names_of_a_base_that_was_loaded_otherwise(prefix: str, head: str, tmp_p
     key = f"{prefix}embed_tokens"
     configure(tmp_path, target_modules=f"{key.replace('.', '[.]')}|.*q_proj|{head}", rank_pattern={f"^{key}": 2})
     assert content_of(base, tmp_path).digest == expected
+
+
+@pytest.mark.parametrize("model_class", [AutoModel, AutoModelForSequenceClassification])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": BOTH},
+        {"target_modules": BOTH, "ensure_weight_tying": True},
+        {"trainable_token_indices": [3, 1]},
+        {"trainable_token_indices": [3, 1], "ensure_weight_tying": True},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        {},
+    ],
+)
+def test_a_model_without_the_head(
+    config: dict[str, Any], model_class: type[AutoModel], base: Base, tmp_path: Path
+) -> None:
+    """Whatever the head of the base is, nothing is of it."""
+    task = "SEQ_CLS" if model_class is AutoModelForSequenceClassification else "FEATURE_EXTRACTION"
+    fields = {"r": 4, "target_modules": ["q_proj"], **deepcopy(config), "task_type": task}  # PEFT changes its lists
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        options = {"pad_token_id": 0}
+        model = get_peft_model(model_class.from_pretrained(base.folder, **options), LoraConfig(**fields))
+        train(model)
+        embedding = model.get_base_model().get_input_embeddings()
+        if not config:
+            embedding.weight.data[[2, 9]] += 1
+        model.save_pretrained(tmp_path, **SAVE)
+    edit(tmp_path, lambda tensors: tensors.update({f"{LM_HEAD}.weight": torch.ones(VOCAB, HIDDEN)}))
+    with pytest.raises(AdapterInvalid, match="the model that was trained has no lm_head"):
+        content_of(base, tmp_path)
+    edit(tmp_path, lambda tensors: tensors.pop(f"{LM_HEAD}.weight"))
+    content = content_of(base, tmp_path)
+    assert content.token_rows.keys() | {end for _, end in content.matrices if end in END_MODULES} == {EMBEDDING}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft = PeftModel.from_pretrained(model_class.from_pretrained(base.folder, **options), tmp_path)
+    with torch.inference_mode():
+        expected = peft.get_base_model().get_input_embeddings()(torch.arange(VOCAB))
+    torch.testing.assert_close(computed(base, content)[EMBEDDING], expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

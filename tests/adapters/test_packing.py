@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +19,7 @@ from motet.adapters.adapter import (
     MODULES,
     OUTER,
     AdapterVersion,
+    BaseEnds,
     BaseShape,
     ExpertShape,
     OutputGroups,
@@ -223,3 +225,21 @@ def test_ranks_of_the_ends_and_numbers_of_rows_are_entries_behind_all_others() -
     version = AdapterVersion("t", "a", 1, "d", content.module_ranks, 1, 0.0)
     assert (version.rank, version.targets) == (5, ("q_proj", "v_proj", EMBEDDING, HEAD))
     assert AdapterContent({}, token_rows=of_rows).module_ranks == {"embed_tokens.rows": 8, "lm_head.rows": 7}
+
+
+def test_end_pages_are_packed_in_bounded_memory() -> None:
+    """Of a whole embedding and a whole head, which take 46 MB."""
+    vocab, hidden = 20_000, 512
+    ends = BaseEnds(vocab, hidden, is_tied=False, head_has_bias=False)
+    layout = AdapterLayout(BaseShape(4, dict.fromkeys(MODULES, (64, 64)), ends=ends), 32_768, "bfloat16")
+    a, b = np.ones((64, vocab), np.float32), np.ones((hidden, 64), np.float32)
+    rows = TokenRows(np.arange(vocab), np.ones((vocab, hidden), np.float32))
+    lora = {(OUTER, EMBEDDING): LoraMatrices(a, b, 1.0), (OUTER, HEAD): LoraMatrices(b.T, a.T, 1.0)}
+    content = AdapterContent(lora, token_rows=dict.fromkeys((EMBEDDING, HEAD), rows))
+    tracemalloc.start()
+    try:
+        num_bytes = sum(chunk.nbytes for chunk in packed_chunks(content, layout, 1 << 20))
+        assert num_bytes == packed_bytes([layout], content.module_ranks) > 44 << 20
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()

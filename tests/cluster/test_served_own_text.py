@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from redis.asyncio import Redis
+from transformers import AutoModelForCausalLM
 
 from motet.adapters.format.own_tokenizer import template_digest
 from motet.adapters.store.store import AdapterStore
@@ -91,3 +94,37 @@ async def test_a_versions_answers_end_with_its_token(tmp_path: Path, redis_clien
             assert (choice["text"], choice["stop_reason"]) == ("", None)
             tokens = (await served.http.post("/tokenize", json={"model": model, **fields})).json()["tokens"]
             assert tokens[-1] == reserved["id"]
+
+
+async def test_a_token_is_read_as_it_was_trained(tmp_path: Path, redis_client: Redis) -> None:
+    """A tokenizer with a token of its own, its trained row, and LoRA of the head: the answers of PEFT."""
+    folder = write_model("llama", tmp_path / "model")
+    write_tokenizer(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    reserved = next(token for token in tokenizer["added_tokens"] if token["content"] == "<pad3>")
+    reserved["content"] = "<act>"
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = {"embed_tokens": [reserved["id"]]}
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"], trainable_token_indices=rows)
+    model, generator = get_peft_model(base, config).eval(), torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * (2 if "token" in name else 0.3)
+    model.save_pretrained(tmp_path / "adapter")
+    (tmp_path / "adapter" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"dtype": "float32", "block_size": 8, "pool_bytes": 1 << 23}
+    async with served_folder(folder, tmp_path / "data", redis_client, **settings) as served:
+        key = next(key for key, tenant in KEYS.items() if tenant == "acme")
+        with MotetClient(str(served.http.base_url), key) as client:
+            info, _ = await asyncio.to_thread(client.upload_adapter, "pirate", tmp_path / "adapter")
+        assert info.warnings == () and "embed_tokens" in info.targets, info
+        for text in ("ab<act>c", "<act>", "abc"):
+            body = {"model": "pirate", "prompt": text, "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+            answer = await served.http.post("/v1/completions", json={**body, "ignore_eos": True})
+            assert answer.status_code == 200, answer.text
+            ids = (await served.http.post("/tokenize", json={"model": "pirate", "prompt": text})).json()["tokens"]
+            assert (reserved["id"] in ids) == ("<act>" in text)
+            for token_id in answer.json()["choices"][0]["token_ids"]:
+                with torch.inference_mode():
+                    assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token_id
+                ids.append(token_id)

@@ -142,6 +142,7 @@ def test_mixed_batch(case: Case) -> None:
     for settings in ({"num_pages": 900}, {"num_pages": num_pages, "max_tokens_per_step": 13}):
         with case.stock.engine(**settings) as rig:
             _check(case, rig)
+            assert (rig.engine.load().counters.num_adapter_evictions > 0) == (settings["num_pages"] == num_pages)
     with case.stock.engine(num_pages=900) as rig:
         assert isinstance(rig.engine.executor, LocalExecutor)
         runner = rig.engine.executor.runner
@@ -195,9 +196,12 @@ def test_scores_of_prompts(case: Case, device: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_on_a_gpu(case: Case) -> None:
-    """Tokens are fed there, and steps of other adapters are replayed beside those that are not recorded."""
-    with _engine(case, "cuda", max_tokens_per_step=40) as rig:
+    """Tokens are fed there, and steps of other adapters are replayed beside those that are not recorded. None waits."""
+    with gpu_of_twins() as gpu, case.stock.engine(1200, device="cuda", max_tokens_per_step=40) as rig:
+        gpu.tally.clear()
         _check(case, rig)
+        lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
+    assert not lines & {"kernels/model_ends.py", "workers/execution/device_rows.py", "workers/execution/runner.py"}
 
 
 @contextmanager

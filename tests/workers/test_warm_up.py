@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton", reason="Triton is for Linux on x86-64")
 
+from motet.adapters.adapter import EMBEDDING, HEAD
 from motet.tests.rigs.engine_rig import Stock
 from motet.tests.rigs.oracle import RECIPES, VOCAB_SIZE, write_adapters, write_model
 from motet.tests.rigs.specialisations import Specialisation, recorded_gpu
@@ -41,14 +44,16 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Stock:
     return Stock.make(model, chosen, folder / "store", block_size=16, dtype="bfloat16")
 
 
-def specialisations_of(stock: Stock, seed: int) -> tuple[set[Specialisation], set[Specialisation]]:
+def specialisations_of(
+    stock: Stock, seed: int, adapters: Sequence[str | None] = ADAPTERS
+) -> tuple[set[Specialisation], set[Specialisation]]:
     """Those before the engine is ready, and those that requests of many lengths needed beside them."""
     generator = random.Random(seed)
     with recorded_gpu() as found, stock.engine(200, device="cuda", **LIMITS) as rig:
         before = set(found)
         for sequence_id in range(24):
             prompt = generator.choices(range(VOCAB_SIZE), k=generator.choice((1, 2, 9, 40, 130, 250, 700)))
-            rig.submit(sequence_id, prompt, generator.choice(ADAPTERS), WAYS[sequence_id % len(WAYS)])
+            rig.submit(sequence_id, prompt, generator.choice(adapters), WAYS[sequence_id % len(WAYS)])
             for _ in range(generator.choice((0, 0, 1, 3))):
                 rig.step()
         rig.finish()
@@ -66,6 +71,17 @@ def test_serving_with_recurrent_states_needs_none_either(tmp_path: Path) -> None
     kernels = Counter(name for name, *_ in before)
     # One for each layer's weights is enough: nothing that differs from step to step is compiled for.
     assert kernels["convolution_kernel"] == kernels["recurrence_kernel"] == kernels["gated_norm_kernel"] == 1
+    assert later == set(), sorted({name for name, *_ in later})
+
+
+def test_serving_trained_heads_needs_none_either(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", max_position_embeddings=LONGEST)
+    base = AutoModelForCausalLM.from_pretrained(model)
+    ends = LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj", EMBEDDING, HEAD], init_lora_weights=False)
+    get_peft_model(base, ends).save_pretrained(tmp_path / "ends", save_embedding_layers=False)
+    folders = {"ends": tmp_path / "ends", RECIPES[0].name: write_adapters(model, tmp_path)[RECIPES[0].name]}
+    stock = Stock.make(model, folders, tmp_path / "store", block_size=16, dtype="bfloat16")
+    _, later = specialisations_of(stock, seed=1, adapters=(None, *folders))
     assert later == set(), sorted({name for name, *_ in later})
 
 

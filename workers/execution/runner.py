@@ -344,7 +344,7 @@ class Runner:
     def _launch(self, inputs: StepInputs | DeviceInputs) -> _Launched:
         # A sequence's state goes on row by row, so a step with states is not split.
         if (first := self.nano_batches.get(inputs.num_rows)) is not None and inputs.states is None:
-            ends = self._tables.ends_of(inputs.segments)
+            ends = None if self._tables.ends is None else self._tables.ends.prepare(inputs.segments)
             context = replace(self._context(inputs.attention, None), ends=ends)
             return self._finish(inputs, self._in_nano_batches(inputs, first), context)
         adapters = self._adapters_of(inputs.segments)

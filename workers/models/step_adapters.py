@@ -49,11 +49,11 @@ class AdapterTables:
             self._absorbed = layout.shape.dense_modules.index(ABSORBED)
         self._geometry, self._experts = of(layout.shape.dense_modules), layout.shape.experts
         self._expert_geometry = of(EXPERT_MODULES) if self._experts is not None else None
-        self._ends = None
+        self.ends: ModelEnds | None = None  # None: adapters of this base cannot change them
         if (ends := layout.shape.ends) is not None:
             padded = ends.vocab_size + layout.shape.padding(HEAD)
             geometry = EndGeometry(ends.vocab_size, padded, ends.hidden_size, layout.page_elements)
-            self._ends = ModelEnds(kernels.ends, kernels.lora, geometry)
+            self.ends = ModelEnds(kernels.ends, kernels.lora, geometry)
 
     @property
     def can_be_recorded(self) -> bool:
@@ -75,11 +75,8 @@ class AdapterTables:
         if self._absorbed is not None:
             latent = LatentLoraBatch.make(segments, self._geometry, self._absorbed, self._device)
         outputs = self._kernels.outputs.prepare(segments, self._geometry, self._device)
-        return StepAdapters(lora, experts, has_narrow, latent, outputs, self.ends_of(segments))
-
-    def ends_of(self, segments: Sequence[LoraSegment]) -> StepEnds | None:
-        """None: no row's adapter changes the embedding or the head."""
-        return None if self._ends is None else self._ends.prepare(segments)
+        ends = None if self.ends is None else self.ends.prepare(segments)
+        return StepAdapters(lora, experts, has_narrow, latent, outputs, ends)
 
     def reserve(self, num_rows: int, num_segments: int) -> StepAdapters | None:
         """Tables for the adapters of `num_rows` and `num_segments`; None: graphs cannot have adapters of this base."""
