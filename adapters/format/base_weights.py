@@ -54,7 +54,7 @@ class BaseWeights:
         changed = np.ones(len(row_ids), np.bool_)
         if stored is None or stored.dtype not in DTYPES or stored.shape[1:] != (width,):
             return changed
-        if row_ids[-1] >= stored.shape[0]:
+        if not len(row_ids) or row_ids[-1] >= stored.shape[0]:
             return changed
         dtype, step, start = DTYPES[stored.dtype], max(_BLOCK_BYTES // (4 * width), 1), 0
         self._on_read(len(row_ids) * width * dtype.itemsize)

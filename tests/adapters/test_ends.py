@@ -229,6 +229,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "e2 h2 H4",
     ),
     "tokens, and saved": ({"trainable_token_indices": [7, 3]}, SAVE, "e2", "e2 h2"),
+    "all tokens, and saved": ({"trainable_token_indices": [*range(VOCAB)]}, SAVE, "e32", "e32 h32"),
+    "tokens of the head, LoRA of the embedding, and saved": (
+        {"trainable_token_indices": {"lm_head": [7, 3]}, "target_modules": ["q_proj", "embed_tokens"]},
+        SAVE,
+        "E4 h2",
+        "E4 h2",
+    ),
     "tokens, LoRA of the head, and saved": (
         {"trainable_token_indices": [7, 3], "target_modules": ["q_proj", "lm_head"]},
         SAVE,
