@@ -59,11 +59,16 @@ class UploadProcesses:
 
     @asynccontextmanager
     async def checked(
-        self, config: bytes | Combination, tensors: Path, num_bytes: int, max_packed_bytes: int
+        self,
+        config: bytes | Combination,
+        tensors: Path,
+        num_bytes: int,
+        max_packed_bytes: int,
+        own_token_ids: tuple[int, ...] = (),
     ) -> AsyncIterator[CheckedUpload]:
         """The upload, if it is an adapter of the base, or the combination of stored ones, written to `tensors`.
 
-        `num_bytes`: of the file `tensors`, or of the combination's parts.
+        `num_bytes`: of the file `tensors`, or of the combination's parts. `own_token_ids`: see `Check`.
 
         Raises AdapterInvalid, UploadTooLarge, UploadUnchecked, and OSError if the disk fails.
         """
@@ -75,6 +80,7 @@ class UploadProcesses:
             max_packed_bytes=max_packed_bytes,
             cpu_s=cpu_s,
             base=self._base,
+            own_token_ids=own_token_ids,
         )
         async with self._processes.process() as process:
             kind, source = (CHECK, config) if isinstance(config, bytes) else (COMBINE, msgspec.msgpack.encode(config))
@@ -93,6 +99,7 @@ class CheckedUpload:
         self.digest, self.num_bytes, self.base = facts.digest, facts.num_bytes, facts.base
         self.left_out, self.unknown_field, self.warnings = facts.left_out, facts.unknown_field, facts.warnings
         self.invocation_token_ids, self.num_labels = facts.invocation_token_ids, facts.num_labels
+        self.untrained_token_ids = facts.untrained_token_ids  # see `UploadFacts`
         self.module_ranks: Mapping[str, int] = facts.module_ranks
         self._process, self._cpu_s = process, cpu_s
         self._is_held = True
@@ -220,7 +227,8 @@ class UploadService:
         await self._registry.ping()  # no work for an upload that cannot be registered
         data, num_bytes = await asyncio.to_thread(self._within_limits, config, tensors)
         async with self._places.of(tenant):  # until it is registered, so that the next one finds it counted
-            async with self._processes.checked(data, tensors, num_bytes, self.limits.packed_bytes_limit) as upload:
+            limit, own_ids = self.limits.packed_bytes_limit, tuple(token.id for token in own_text.tokens)
+            async with self._processes.checked(data, tensors, num_bytes, limit, own_ids) as upload:
                 check(upload)
                 await self._check_registrable(tenant, name, upload, bounds, activate=activate)
                 take_room(packed_bytes(self._layouts, upload.module_ranks))

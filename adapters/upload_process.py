@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import gc
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Final, Literal
@@ -18,7 +18,7 @@ from typing import IO, Final, Literal
 import msgspec
 from msgspec import structs
 
-from .adapter import BaseTensor
+from .adapter import EMBEDDING, OUTER, BaseTensor
 from .errors import AdapterCorrupt, AdapterInvalid, StoreUnavailable, UploadTooLarge
 from .format.base_weights import BaseWeights
 from .format.combination import Combination, combine
@@ -58,6 +58,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     max_packed_bytes: int
     cpu_s: float  # that the check and what follows may take
     base: dict[str, BaseTensor]  # see `BaseWeights`
+    own_token_ids: tuple[int, ...] = ()  # of tokens that the base's tokenizer has not
 
 
 class UploadFacts(msgspec.Struct, frozen=True, tag=True):
@@ -73,6 +74,7 @@ class UploadFacts(msgspec.Struct, frozen=True, tag=True):
     left_out: str = ""
     unknown_field: str = ""
     warnings: tuple[str, ...] = ()
+    untrained_token_ids: tuple[int, ...] = ()  # of `Check.own_token_ids`: their embedding is the base's
 
 
 class UploadRefused(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +139,7 @@ class Workbench:
             left_out=content.left_out,
             unknown_field=content.unknown_field,
             warnings=content.warnings,
+            untrained_token_ids=_untrained(check.own_token_ids, content),
         )
         self._upload = content, check
         return facts
@@ -166,6 +169,15 @@ def _check_ranks(check: Check, module_ranks: Mapping[str, int]) -> None:
             f"this adapter takes {num_bytes} bytes in memory ({check.layouts[0].num_pages(module_ranks)} pages), where "
             f"each module has its largest rank in all layers: at most {check.max_packed_bytes} are accepted"
         )
+
+
+def _untrained(token_ids: Sequence[int], content: AdapterContent) -> tuple[int, ...]:
+    """Those of the tokens whose embedding is the base's."""
+    if (OUTER, EMBEDDING) in content.matrices:
+        return ()
+    rows = content.token_rows.get(EMBEDDING)
+    trained = frozenset(() if rows is None else rows.token_ids.tolist())
+    return tuple(token_id for token_id in token_ids if token_id not in trained)
 
 
 def _facts_of(content: AdapterContent) -> UploadFacts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -15,7 +15,7 @@ from msgspec import Meta, structs
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...adapters.adapter import EMBEDDING, AdapterVersion, family_of_module
+from ...adapters.adapter import AdapterVersion
 from ...adapters.errors import (
     AdapterCorrupt,
     AdapterInvalid,
@@ -114,18 +114,14 @@ def own_text_warnings(own_text: OwnText, form: UploadForm, text: TextService) ->
     return (_OTHER_TEMPLATE,) if differs and not own_text.chat_template else ()
 
 
-def untrained_tokens(own_text: OwnText, module_ranks: Mapping[str, int], text: TextService) -> tuple[str, ...]:
-    """Of tokens of its own that the adapter has not trained."""
-    if any(family_of_module(entry).startswith(EMBEDDING) for entry in module_ranks):
+def untrained_tokens(own_text: OwnText, untrained_ids: Collection[int], text: TextService) -> tuple[str, ...]:
+    """Of tokens of its own that the adapter has not trained, though the base's tokenizer does not know them."""
+    tokens = (token for token in own_text.tokens if token.id in untrained_ids)
+    if not (new := [token.text for token in tokens if text.token_id(token.text) is None]):
         return ()
-    new = [token.text for token in own_text.tokens if text.token_id(token.text) is None]
     return (
-        ()
-        if not new
-        else (
-            f"the adapter's tokenizer adds {listed(new)}, and the adapter changes no "
-            "embedding: their rows are the base's, which may be untrained",
-        )
+        f"the adapter's tokenizer adds {listed(new)}, and the adapter does not change their embedding: these rows are "
+        "the base's, which may be untrained",
     )
 
 
@@ -382,7 +378,7 @@ class AdaptersApi:
                 problems.extend([upload.unknown_field] if upload.unknown_field else [])
                 problems.extend(upload.warnings)
                 problems.extend(invocation_warnings(upload.invocation_token_ids, own_text, self._text))
-                problems.extend(untrained_tokens(own_text, upload.module_ranks, self._text))
+                problems.extend(untrained_tokens(own_text, upload.untrained_token_ids, self._text))
 
             try:
                 adapter, created = await self._uploads.upload(

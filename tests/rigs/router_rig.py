@@ -400,7 +400,8 @@ class FakeUploads:
         left_out, unknown_field = self._registry.left_out, self._registry.unknown_field
         warnings = self._registry.warnings
         facts = SimpleNamespace(base=base, left_out=left_out, unknown_field=unknown_field, warnings=warnings)
-        facts.invocation_token_ids, facts.module_ranks = self._registry.invocation_token_ids, {"q_proj": 8}
+        facts.invocation_token_ids = self._registry.invocation_token_ids
+        facts.untrained_token_ids = tuple(token.id for token in given.get("own_text", NO_OWN_TEXT).tokens)
         given["check"](facts)
         self._registry.uploaded.append((tenant, name, config, digest))
         held = self._registry.held(tenant, name)

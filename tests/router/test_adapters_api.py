@@ -186,7 +186,7 @@ async def test_tokens_of_its_own_are_kept(rig: RouterRig) -> None:
     own = tokenizer_part(added_tokens=added, flags=flags, end_token="</think>")
     taken = await send(rig, own, *parts[:2], other_tensors)
     (warning,) = taken.json()["warnings"]
-    assert warning.startswith("the adapter's tokenizer adds <think>, </think>, and the adapter changes no embedding")
+    assert warning.startswith("the adapter's tokenizer adds <think>, </think>, and the adapter does not change their")
     tokens = (OwnToken(first, "<think>", ("special",)), OwnToken(first + 1, "</think>"))
     kept = rig.registry.own_texts[taken.json()["own_text"]]
     assert (taken.status_code, kept) == (201, OwnText("", tokens, "</think>"))
