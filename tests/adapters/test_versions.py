@@ -88,6 +88,21 @@ async def test_each_version_keeps_its_invocation_and_its_labels(registry: Regist
     assert (await registry.names.get("acme", "x")).current.invocation_token_ids == (9, 7)
 
 
+async def test_a_classifier_stands_trial_beside_classifiers_alone(registry: Registry) -> None:
+    """Requests for the name ask it for classes, and another one for text."""
+    for number, num_labels in enumerate((0, 3, 2), start=1):
+        await registry.names.register("acme", "x", **facts(number), num_labels=num_labels)
+    state = await registry.names.get("acme", "x")
+    assert name_state.with_canary(state, "2", 0.5, "c", 1.0).rollout.canary is not None
+    assert name_state.with_shadow(state, "2", 0.5, "s").rollout.shadow is not None
+    for refuse in (
+        lambda: name_state.with_canary(state, "1", 0.5, "c", 1.0),
+        lambda: name_state.with_shadow(state, "1", 0.5, "s"),
+    ):
+        with pytest.raises(VersionRefused, match="of the versions 1 and 3 of x one is a classifier, and answers other"):
+            refuse()
+
+
 async def test_the_first_version_of_a_name_is_current(registry: Registry) -> None:
     with pytest.raises(VersionRefused, match="its first one is current"):
         await upload(registry, 1, activate=False)

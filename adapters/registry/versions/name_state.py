@@ -149,14 +149,25 @@ def with_alias(state: NameState, alias: str, selector: str | None) -> NameState:
 
 def with_canary(state: NameState, selector: str, share: float, canary_id: str, now: float) -> NameState:
     """The name with a version on trial. One that is on trial already gets the new share, and keeps its id."""
-    version = state.find(selector).version
-    if version == state.current.version:
-        raise VersionRefused(f"version {version} of {state.current.name} is the current one: a canary is another")
+    version = _on_trial(state, selector, "canary")
     running = state.rollout.canary
     if running is not None and running.version == version:
         return _with(state, canary=structs.replace(running, share=share))
     state = without_canary(state, "superseded", f"version {version} is on trial instead", now)
     return _with(state, canary=Canary(canary_id, version, share, now))
+
+
+def _on_trial(state: NameState, selector: str, role: str) -> int:
+    """The number of a version that can answer what the current one is asked. Raises VersionRefused for another."""
+    target, current = state.find(selector), state.current
+    if target.version == current.version:
+        raise VersionRefused(f"version {target.version} of {current.name} is the current one: a {role} is another")
+    if bool(target.num_labels) != bool(current.num_labels):
+        raise VersionRefused(
+            f"of the versions {target.version} and {current.version} of {current.name} one is a classifier, and "
+            f"answers other requests: a {role} is of the current version's kind"
+        )
+    return target.version
 
 
 def without_canary(state: NameState, ending: Ending, reason: str, now: float) -> NameState:
@@ -173,9 +184,7 @@ def with_shadow(state: NameState, selector: str | None, share: float, shadow_id:
     """The name with a version that sees requests too; None: without one."""
     if selector is None:
         return _trimmed(_with(state, shadow=None))
-    version = state.find(selector).version
-    if version == state.current.version:
-        raise VersionRefused(f"version {version} of {state.current.name} is the current one: a shadow is another")
+    version = _on_trial(state, selector, "shadow")
     return _with(state, shadow=Shadow(shadow_id, version, share))
 
 
