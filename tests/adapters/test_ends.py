@@ -32,8 +32,9 @@ from transformers import (
 )
 
 from motet.adapters import upload_process
-from motet.adapters.adapter import EMBEDDING, END_MODULES, HEAD, OUTER, BaseShape
+from motet.adapters.adapter import EMBEDDING, END_MODULES, HEAD, OUTER, BaseShape, BaseTensor
 from motet.adapters.errors import AdapterCorrupt, AdapterInvalid, UploadTooLarge
+from motet.adapters.format import base_weights
 from motet.adapters.format.base_weights import BaseWeights
 from motet.adapters.format.combination import Combination, WeightedAdapter, combine
 from motet.adapters.format.content import AdapterContent, TokenRows
@@ -356,6 +357,36 @@ def test_rows_are_the_base_s_in_whichever_dtype_training_held_them(
     (rows,) = content_of(base, tmp_path).token_rows.values()
     assert rows.token_ids.tolist() == [5]
     assert np.array_equal(rows.rows.astype(np.float32), stored[[5]].to(dtype).float().numpy())
+
+
+@pytest.mark.parametrize("apart", [1, 2, 8, 9, 300])
+@pytest.mark.parametrize("block_bytes", [1, 4000, 1 << 20])
+def test_the_base_s_rows_are_read_in_few_pieces(
+    apart: int, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many tokens near one another, and groups of them; what the reads take is what was said before."""
+    stored = torch.randn(2000, HIDDEN)
+    (tmp_path / "weight").write_bytes(b"x" * 12 + stored.numpy().tobytes())
+    row_ids = np.concatenate([np.arange(first, first + 500, apart) for first in (3, 900)])
+    places = np.random.default_rng(0).permutation(len(row_ids))
+    rows = np.empty((len(row_ids), HIDDEN), np.float32)
+    rows[places] = stored.numpy()[row_ids]
+    expected = np.arange(len(row_ids)) % 3 == 1
+    rows[places[expected], 5] += 1
+    reads, said = list[int](), list[int]()
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        reads.append(arguments[2])
+        return fromfile(*arguments, **options)
+
+    fromfile = np.fromfile
+    monkeypatch.setattr(np, "fromfile", read)
+    monkeypatch.setattr(base_weights, "_BLOCK_BYTES", block_bytes)
+    weights = BaseWeights({"w": BaseTensor(str(tmp_path / "weight"), "F32", (2000, HIDDEN), 12)}, said.append)
+    assert np.array_equal(weights.changed_rows("w", row_ids, rows, places), expected)
+    assert said[0] >= 4 * sum(reads) and said[0] <= 8 * rows.nbytes
+    if block_bytes == 1 << 20:
+        assert len(reads) == (2 if apart <= 8 else len(row_ids)) and said == [4 * sum(reads)]
 
 
 def test_all_rows_count_where_the_base_cannot_be_compared(base: Base, tmp_path: Path) -> None:
