@@ -17,6 +17,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from motet.adapters.adapter import EMBEDDING, END_MODULES, OUTER
 from motet.adapters.errors import AdapterInvalid
 from motet.adapters.format.combination import Combination, WeightedAdapter, combination_problem
 from motet.adapters.format.combination import combine as combine_into
@@ -24,11 +25,13 @@ from motet.adapters.format.content import AdapterContent, LoraMatrices
 from motet.adapters.format.validation import validate
 from motet.workers.models.config import ModelConfig
 
-TOLERANCE = 1e-5  # of the weights that are added, in float32; they are up to 5
+TOLERANCE = 2e-5  # of the weights that are added, in float32; they are up to 6
 KINDS = {  # name: rank, alpha, targets, rsLoRA
     "first": (4, 8, ["q_proj", "v_proj"], False),
     "second": (4, 3, ["v_proj", "down_proj"], True),
     "third": (6, 6, ["q_proj", "down_proj"], False),
+    "ends": (4, 5, ["embed_tokens", "lm_head"], False),
+    "end": (4, 2, ["v_proj", "embed_tokens"], True),
 }
 SAME_RANK = ("first", "second")
 
@@ -52,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         lora = LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=targets, use_rslora=use_rslora, init_lora_weights=False
         )
-        get_peft_model(base, lora).save_pretrained(folder / name)
+        get_peft_model(base, lora).save_pretrained(folder / name, save_embedding_layers=False)  # the base's
     return folder
 
 
@@ -88,6 +91,10 @@ CASES = [
     (SAME_RANK, [0.7, -2.0], {"combination_type": "ties", "density": 0.6, "majority_sign_method": "frequency"}),
     (SAME_RANK, [0.7, 2.0], {"combination_type": "dare_linear", "density": 1.0}),
     (SAME_RANK, [0.7, 2.0], {"combination_type": "dare_ties", "density": 1.0}),
+    (("ends", "third", "end"), [0.7, 1.5, -0.4], {"combination_type": "cat"}),
+    (("ends", "end"), [0.7, -0.4], {"combination_type": "svd", "svd_rank": 3}),
+    (("ends", "end"), [0.7, -0.4], {"combination_type": "linear"}),
+    (("ends", "end"), [0.7, 2.0], {"combination_type": "ties", "density": 0.6}),
 ]
 
 
@@ -104,14 +111,17 @@ def test_it_adds_what_pefts_combination_adds(
     content = combine(contents_of(folder, names), combination_of(weights, **fields))
     assert content.matrices
     for (layer, module), lora in content.matrices.items():
-        block = model.base_model.model.model.layers[layer]
-        linear = getattr(block.mlp if module == "down_proj" else block.self_attn, module)
+        place = "" if layer == OUTER else f".layers.{layer}."
+        (linear,) = (each for path, each in model.named_modules() if place in path and path.endswith(f".{module}"))
         expected = linear.get_delta_weight("mixed")
+        expected = expected.T if module == EMBEDDING else expected
         added = torch.from_numpy(lora.b @ lora.a * lora.scaling)
         assert lora.a.dtype == lora.b.dtype == np.float32
         assert (added - expected).abs().max() < TOLERANCE, (layer, module)
     targets = {module for name in names for module in KINDS[name][2]}
-    assert {*content.matrices} == {(layer, module) for layer in range(2) for module in targets}
+    assert {*content.matrices} == {
+        (layer, module) for module in targets for layer in ((OUTER,) if module in END_MODULES else range(2))
+    }
 
 
 @given(seed=st.integers(0, 1 << 16), density=st.floats(0.2, 0.9), signed=st.booleans())

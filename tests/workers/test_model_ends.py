@@ -33,6 +33,7 @@ NUM_TOKENS = 6
 SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _SOME_TOKENS = [0, 3, 17, 18, 90, VOCAB_SIZE - 1]
+_ENDS = (EMBEDDING, HEAD)
 # Bases whose head is the embedding and others; a scaled embedding, which layers take too; multipliers; capped logits.
 BASES = ("llama", "llama_tied_llama3_rope", "gemma2", "granite", "gemma4", "cohere2")
 
@@ -150,6 +151,30 @@ def test_mixed_batch(case: Case) -> None:
         _check(case, rig)
         runner.nano_batches = {num_rows: 1 + num_rows // 3 for num_rows in range(2, 200)}
         _check(case, rig)
+
+
+def test_other_tokens_on_the_same_pages(tmp_path: Path) -> None:
+    """Versions of the same ranks, which take turns in pages that have room for one."""
+    model_path = write_model("llama", tmp_path / "model")
+    base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
+    models, folders = {}, {}
+    for seed, tokens in enumerate((_SOME_TOKENS, [1, 3, 18, 19, 91, VOCAB_SIZE - 2], [2, 5, 17, 20, 91, 92])):
+        name = f"version {seed}"
+        folders[name] = tmp_path / name
+        config = LoraConfig(r=4, target_modules=_LINEARS, trainable_token_indices=dict.fromkeys(_ENDS, tokens))
+        models[name] = get_peft_model(deepcopy(base), config).eval()
+        _draw(models[name], torch.Generator().manual_seed(seed))
+        models[name].save_pretrained(folders[name])
+    case = Case(base, models, folders, Stock.make(model_path, folders, tmp_path / "store"))
+    num_pages = case.stock.num_pages(16, "version 0")
+    with case.stock.engine(num_pages=num_pages) as rig:
+        for index in range(9):
+            rig.submit(index, [1, 3, 17, 18, 91], f"version {index % 3}", SAMPLING)
+        rig.finish()
+        assert rig.engine.load().counters.num_adapter_evictions > 0
+    for index, output in rig.outputs.items():
+        expected = case.logprobs([1, 3, 17, 18, 91, *output.token_ids[:-1]], f"version {index % 3}")[4:]
+        assert (_logprobs(output) - expected).abs().max() <= TOLERANCE
 
 
 def test_bfloat16(case: Case, tmp_path: Path) -> None:

@@ -385,6 +385,14 @@ def test_a_failed_load_fails_its_sequences_and_no_other() -> None:
         (request(0, num_prompt=70, max_tokens=None), "7 over the context"),
         (request(0, num_prompt=40, max_tokens=10), "needs 13 pages"),
         (request(0, num_prompt=10, max_tokens=10, adapter="a9"), "9 of them for its adapter"),
+        (
+            request(0, num_prompt=10, max_tokens=10, adapter="a11"),
+            "pool of 12: a shorter prompt, fewer max_tokens or a",
+        ),
+        (
+            request(0, num_prompt=1, max_tokens=1, adapter="a12"),
+            "an adapter of lower rank or with fewer token rows or a",
+        ),
         (request(0, max_tokens=-1), "at least 0"),
         (msgspec.structs.replace(request(0), weight=0.0), "weight = 0: a positive number"),
         (msgspec.structs.replace(request(0), weight=float("nan")), "weight = nan"),

@@ -496,9 +496,13 @@ def refusal(request: SequenceRequest, num_adapter_pages: int, limits: GangLimits
     if request.beams is not None:
         num_pages += _pages_of_beams(request.beams, num_prompt, limits)
     if num_pages > limits.num_pages:
+        fits_alone = num_adapter_pages + limits.needed_pages(1) <= limits.num_pages
+        remedy = (
+            "a shorter prompt, fewer max_tokens" if fits_alone else "an adapter of lower rank or with fewer token rows"
+        )
         return _invalid(
             f"the request needs {num_pages} pages ({num_adapter_pages} of them for its adapter) and can never fit the "
-            f"pool of {limits.num_pages}: a shorter prompt, fewer max_tokens or a larger pool is needed"
+            f"pool of {limits.num_pages}: {remedy} or a larger pool is needed"
         )
     return None
 
