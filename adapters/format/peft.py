@@ -10,7 +10,6 @@ from typing import Any
 
 from ..adapter import EMBEDDING, EXPERT_MODULES, HEAD, MAX_RANK, OUTER, OUTER_MODULES, PATHS
 from ..errors import AdapterInvalid, quote
-from .score_head import SEQ_CLS, without_head
 from .strict_json import parse_object
 
 # Every field of PEFT's LoraConfig and of the configs of KINDS, as computed, harmless, or refused.
@@ -273,6 +272,30 @@ class LoraConfig:
         if self.kind in (IA3, VERA):
             return 1.0
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+# Of sequence classifiers (`score_head.py`). PEFT names both, and saves the one that the model has: no decoder of
+# transformers calls it `classifier`.
+SEQ_CLS = "SEQ_CLS"
+MODULES_TO_SAVE = "modules_to_save"
+_HEADS = ("score", "classifier")
+
+
+def without_head(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """The config without a head in its `modules_to_save`, and whether it names one. Raises AdapterInvalid.
+
+    >>> without_head({"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]})
+    ({'task_type': 'SEQ_CLS', 'modules_to_save': None}, True)
+    """
+    names, task = config.get(MODULES_TO_SAVE), config.get("task_type")
+    if not isinstance(names, list) or not any(name in _HEADS for name in names):
+        return config, False
+    if task != SEQ_CLS:
+        raise AdapterInvalid(
+            f"{MODULES_TO_SAVE} = {quote(names)} with task_type {quote(task)} is not supported: a score head is served "
+            f"of task_type {SEQ_CLS}, as PEFT trains it on a …ForSequenceClassification; if this one was, set it so"
+        )
+    return {**config, MODULES_TO_SAVE: [name for name in names if name not in _HEADS] or None}, True
 
 
 def parse_config(data: bytes) -> LoraConfig:

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 from zlib import crc32
 
 import numpy as np
@@ -22,11 +22,7 @@ from .tensor_file import DTYPE_NAMES, Tensor, TensorEntry, TensorFile, is_finite
 
 MAX_LABELS: Final = 4096
 MAX_HEAD_BYTES: Final = 16 << 20  # as uploaded: routers keep heads in memory
-SEQ_CLS: Final = "SEQ_CLS"
-MODULES_TO_SAVE: Final = "modules_to_save"
 _WEIGHT: Final = "base_model.model.score.weight"
-# Modules of which PEFT saves the one that the model has; no decoder of transformers calls it `classifier`.
-_MODULES: Final = ("score", "classifier")
 _NAME: Final = re.compile(r"base_model\.model\.score\.(?:modules_to_save\.(?:[^.]+\.)?)?(?P<part>weight|bias)")
 _STORED_NAME: Final = re.compile(r"(?P<part>weight|bias)\.(?P<crc>[0-9a-f]{8})")
 
@@ -70,23 +66,6 @@ class ScoreHead:
             return logits if self.bias is None else logits + self.bias
 
 
-def without_head(config: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """The config without a head in its `modules_to_save`, and whether it names one. Raises AdapterInvalid.
-
-    >>> without_head({"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]})
-    ({'task_type': 'SEQ_CLS', 'modules_to_save': None}, True)
-    """
-    names, task = config.get(MODULES_TO_SAVE), config.get("task_type")
-    if not isinstance(names, list) or not any(name in _MODULES for name in names):
-        return config, False
-    if task != SEQ_CLS:
-        raise AdapterInvalid(
-            f"{MODULES_TO_SAVE} = {quote(names)} with task_type {quote(task)} is not supported: a score head is served "
-            f"of task_type {SEQ_CLS}, as PEFT trains it on a …ForSequenceClassification; if this one was, set it so"
-        )
-    return {**config, MODULES_TO_SAVE: [name for name in names if name not in _MODULES] or None}, True
-
-
 def head_names(names: Iterable[str]) -> list[str]:
     """Those of a head's tensors."""
     return [name for name in names if _NAME.fullmatch(name)]
@@ -106,7 +85,7 @@ def check_head(names: Iterable[str], entries: Mapping[str, TensorEntry], shape: 
     if not parts and not is_named:
         return
     if "weight" not in parts:
-        raise AdapterInvalid(f"the file lacks {_WEIGHT}, the head that {MODULES_TO_SAVE} in adapter_config.json names")
+        raise AdapterInvalid(f"the file lacks {_WEIGHT}, the head that modules_to_save in adapter_config.json names")
     weight = entries[parts["weight"]]
     hidden = None if shape.ends is None else shape.ends.hidden_size
     if len(weight.shape) != 2 or weight.shape[1] != hidden:
