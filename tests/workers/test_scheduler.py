@@ -54,6 +54,7 @@ from motet.workers.wire.page_keys import is_state, short_key
     window=st.sampled_from([None, None, 1, 3, 4, 9, 17]),
     num_state_pages=st.sampled_from([0, 0, 1, 3]),
 )
+@example(seed=24, num_pages=20, budget=1, tiers=TierSizes(2, 9), way="one by one", window=3, num_state_pages=0)
 @example(seed=6284, num_pages=8, budget=3, tiers=TierSizes(6, 60), way="overlapping", window=None, num_state_pages=0)
 def test_random_workload_ends_with_every_page_accounted_for(
     seed: int, num_pages: int, budget: int, tiers: TierSizes, way: str, window: int | None, num_state_pages: int

@@ -465,8 +465,7 @@ class Runner:
         outputs = tuple(at.outputs if (at := offsets.get(module)) else None for module in dense)
         has_outputs = any(start is not None for start in outputs)
         ends = None
-        if end_pages:
-            at_ends = self._layout.end_offsets(residence.module_ranks)
+        if at_ends := self._layout.end_offsets(residence.module_ranks):
             ends = PagedEnds(end_pages, *(_paged_end(at_ends.get(module)) for module in (EMBEDDING, HEAD)))
         return PagedAdapter(pages, slices(dense), experts, outputs if has_outputs else (), ends)
 

@@ -352,12 +352,13 @@ class PrefixReuse:
     def look_ahead(self, sequence: GrowingSequence, keep: AbstractSet[Item], held_by_others: HeldByOthers) -> None:
         """Starts copies for a sequence that cannot start yet, as `find` does.
 
-        A sequence whose next pages are being computed awaits the last of them, and is not looked up before.
+        A sequence whose next pages are being computed awaits the last of them, and is not looked up before. If it lacks
+        its adapter too, as that of an activated LoRA while the base's pages are computed, this is tried again.
         """
         key = self.last_coming(sequence, held_by_others) if sequence.awaits_page is None else None
         if key is None or self.is_being_copied(key):
             self.find(sequence, keep)
-        else:
+        elif self._waiting.is_equipped(sequence):
             self._waiting.await_page(sequence, key, 0)
 
     def idle_pages_of(self, sequence: GrowingSequence, held_by_others: HeldByOthers) -> list[int]:

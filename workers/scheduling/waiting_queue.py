@@ -257,9 +257,13 @@ class WaitingQueue:
                 return sequence
         return None
 
+    def is_equipped(self, sequence: GrowingSequence) -> bool:
+        """Its adapter is in the pool, or it has none."""
+        return sequence.adapter_digest not in self._lacking
+
     def await_page(self, sequence: GrowingSequence, key: PageKey, num_reserved_pages: int) -> None:
         """An equipped sequence cannot start before `page_resolved(key)`. It will take `num_reserved_pages` then."""
-        assert sequence.awaits_page is None
+        assert sequence.awaits_page is None and self.is_equipped(sequence)
         sequence.awaits_page, sequence.num_reserved_pages = key, num_reserved_pages
         self.num_awaiting += 1
         self._awaiting[key].append(sequence)
