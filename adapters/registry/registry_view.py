@@ -276,10 +276,12 @@ class RegistryView:
         """
         if self.num_routers() < 2:
             return
+        now = asyncio.get_running_loop().time
+        until = now() + _SPREAD_S  # since a client of Redis may lose the cancellation that ends the block
         with suppress(RegistryUnavailable, TimeoutError):
             async with asyncio.timeout(_SPREAD_S):
                 goal = await self._registry.num_events()
-                while await self._registry.num_routers_at(goal) < self.num_routers():  # noqa: ASYNC110
+                while now() < until and await self._registry.num_routers_at(goal) < self.num_routers():  # noqa: ASYNC110
                     await asyncio.sleep(_SPREAD_LOOK_S)
 
     @property

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -389,6 +390,22 @@ async def test_a_router_that_hangs_keeps_no_change_from_being_answered(
     await two_views[1].spread()
     assert kept(two_views[0], "x") is None
     registry.gate.set()
+
+
+async def test_a_lost_cancellation_keeps_no_change_from_being_answered(
+    registry: GatedRegistry, two_views: tuple[RegistryView, RegistryView], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry_view, "_SPREAD_S", 0.05)
+    tries = iter([True, False])
+
+    async def num_routers_at(event_number: int) -> int:
+        assert next(tries), "it looks again after its time"
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(PATIENCE_S)
+        return 0
+
+    monkeypatch.setattr(two_views[1]._registry, "num_routers_at", num_routers_at)
+    await two_views[1].spread()
 
 
 async def test_a_change_is_spread_at_once_where_there_is_one_router(registry: GatedRegistry) -> None:
