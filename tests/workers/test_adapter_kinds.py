@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
-from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,18 +24,15 @@ from motet.adapters.format.output_vectors import has_outputs
 from motet.adapters.format.targets import module_keys
 from motet.adapters.packing.packing import pack
 from motet.adapters.store.store import AdapterStore
-from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
+from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import VARIANTS, VOCAB_SIZE, WRAPPED, write_model
+from motet.tests.rigs.peft_case import SAMPLING, TOLERANCE, PeftCase, logprobs_of
 from motet.workers.execution.executor import LocalExecutor
 from motet.workers.models.config import ModelConfig
 from motet.workers.models.stored_tensor import base_tensors
-from motet.workers.wire.messages import SamplingParams
 
 pytestmark = pytest.mark.slow
-TOLERANCE = 1e-4  # of log-probabilities in float32
-NUM_TOKENS = 6
-SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
 _ATTENTION, _MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 _FUSED = {"phi3": (["qkv_proj", "o_proj"], ["gate_up_proj", "down_proj"])}
 # Biases in all linears, some, and none; linears that are one in the file; heads in another order; layers with a
@@ -85,20 +80,6 @@ def _configs(base: str, has_biases: bool) -> dict[str, PeftConfig]:
     return configs
 
 
-@dataclass(frozen=True)
-class Case:
-    base: Any
-    models: Mapping[str, PeftModel]
-    folders: Mapping[str, Path]
-    stock: Stock
-
-    @torch.inference_mode()
-    def logprobs(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
-        model = self.base if adapter is None else self.models[adapter]
-        logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
-        return logits.log_softmax(-1)
-
-
 def _draw(model: PeftModel, generator: torch.Generator) -> None:
     """Far from where training begins."""
     for name, parameter in model.named_parameters():
@@ -116,7 +97,7 @@ def _draw(model: PeftModel, generator: torch.Generator) -> None:
 
 
 @pytest.fixture(scope="module", params=BASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PeftCase:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -129,38 +110,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             _draw(models[name], torch.Generator().manual_seed(seed))
             folders[name] = folder / name
             models[name].save_pretrained(folders[name])
-    return Case(base, models, folders, Stock.make(model_path, folders, folder / "store"))
+    return PeftCase(base, models, folders, Stock.make(model_path, folders, folder / "store"), ("dora", "ia3", "plain"))
 
 
-def _prompts(case: Case) -> list[tuple[list[int], str | None]]:
-    """Two sequences of some adapters, so that steps have segments of one row and of several."""
-    generator = random.Random(7)
-    adapters = (None, *case.models, "dora", None, "ia3", "plain")
-    return [([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 20))], each) for each in adapters]
-
-
-def _check(case: Case, rig: EngineRig) -> None:
-    requests = _prompts(case)
-    for index, (prompt, adapter) in enumerate(requests):
-        rig.submit(index, prompt, adapter, SAMPLING)
-    rig.finish()
-    rig.assert_idle()
-    for index, (prompt, adapter) in enumerate(requests):
-        output = rig.outputs[index]
-        assert (output.finish_reason, output.error) == ("length", None), adapter
-        expected = case.logprobs(prompt + output.token_ids[:-1], adapter)[len(prompt) - 1 :]
-        difference = (_logprobs(output) - expected).abs().max()
-        assert difference <= TOLERANCE, f"{adapter}: {difference}"
-
-
-def _logprobs(output: SequenceOutput) -> torch.Tensor:
-    rows = torch.empty(len(output.logprobs), VOCAB_SIZE)
-    for row, said in zip(rows, output.logprobs, strict=True):
-        row[said.top_ids] = torch.tensor(said.top_logprobs)
-    return rows
-
-
-def test_mixed_batch(case: Case) -> None:
+def test_mixed_batch(case: PeftCase) -> None:
     """In chunks, and on a pool in which adapters evict one another; also in nano-batches."""
     for name in case.models:
         apart = (case.logprobs([3, 1, 4], name) - case.logprobs([3, 1, 4], None)).abs().max()
@@ -168,14 +121,14 @@ def test_mixed_batch(case: Case) -> None:
     num_pages = 24 + max(case.stock.num_pages(30, name) for name in case.models)
     for settings in ({"num_pages": 600}, {"num_pages": num_pages, "max_tokens_per_step": 13}):
         with case.stock.engine(**settings) as rig:
-            _check(case, rig)
+            case.check(rig)
     with case.stock.engine(num_pages=600) as rig:
         assert isinstance(rig.engine.executor, LocalExecutor)
         rig.engine.executor.runner.nano_batches = {num_rows: 1 + num_rows // 3 for num_rows in range(2, 200)}
-        _check(case, rig)
+        case.check(rig)
 
 
-def test_bfloat16(case: Case, tmp_path: Path) -> None:
+def test_bfloat16(case: PeftCase, tmp_path: Path) -> None:
     """The first token's log-probabilities are as near those of PEFT in float32 as plain LoRA's, within a factor."""
     stock = Stock.make(case.stock.model_path, case.folders, tmp_path / "store", dtype="bfloat16")
     apart: dict[str, list[float]] = {name: [] for name in case.models}
@@ -186,19 +139,19 @@ def test_bfloat16(case: Case, tmp_path: Path) -> None:
             rig.submit(index, prompt, name, SAMPLING)
         rig.finish()
         for index, (prompt, name) in enumerate((prompt, name) for prompt in prompts for name in case.models):
-            difference = _logprobs(rig.outputs[index])[0] - case.logprobs(prompt, name)[-1]
+            difference = logprobs_of(rig.outputs[index])[0] - case.logprobs(prompt, name)[-1]
             apart[name].append(float(difference.abs().mean()))
     for name, differences in apart.items():
         assert median(differences) < 4 * median(apart["plain"]), (name, apart)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_gang(case: Case, degree: int) -> None:
+def test_gang(case: PeftCase, degree: int) -> None:
     with gang(case.stock.gang_config(num_pages=600, degree=degree)) as (engine, _):
-        _check(case, EngineRig(engine, case.stock.refs))
+        case.check(EngineRig(engine, case.stock.refs))
 
 
-def test_what_is_packed_again_is_the_same(case: Case) -> None:
+def test_what_is_packed_again_is_the_same(case: PeftCase) -> None:
     """Without the base: what it decides is in the store. A damaged vector is found."""
     store = AdapterStore(case.stock.store_path)
     for name in case.models:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +17,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from motet.adapters.adapter import EMBEDDING, HEAD
-from motet.tests.rigs.engine_rig import EngineRig, SequenceOutput, Stock
+from motet.tests.rigs.engine_rig import EngineRig, Stock
 from motet.tests.rigs.gang_rig import gang
 from motet.tests.rigs.oracle import VOCAB_SIZE, write_model
+from motet.tests.rigs.peft_case import SAMPLING, TOLERANCE, PeftCase, logprobs_of
 from motet.tests.rigs.stand_in_gpu.gpu_worker import gpu_of_twins
 from motet.workers.decoding import prompt_scoring
 from motet.workers.execution.executor import LocalExecutor
@@ -28,9 +28,6 @@ from motet.workers.wire.messages import SamplingParams
 from motet.workers.wire.prompt_scores import PromptScores
 
 pytestmark = pytest.mark.slow
-TOLERANCE = 1e-4  # of log-probabilities in float32
-NUM_TOKENS = 6
-SAMPLING = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True, num_logprobs=VOCAB_SIZE)
 _LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _SOME_TOKENS = [0, 3, 17, 18, 90, VOCAB_SIZE - 1]
 _ENDS = (EMBEDDING, HEAD)
@@ -58,20 +55,6 @@ def _configs(is_tied: bool) -> dict[str, LoraConfig]:
     return configs
 
 
-@dataclass(frozen=True)
-class Case:
-    base: Any
-    models: Mapping[str, PeftModel]
-    folders: Mapping[str, Path]
-    stock: Stock
-
-    @torch.inference_mode()
-    def logprobs(self, token_ids: list[int], adapter: str | None) -> torch.Tensor:
-        model = self.base if adapter is None else self.models[adapter]
-        logits: torch.Tensor = model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
-        return logits.float().log_softmax(-1)
-
-
 def _draw(model: PeftModel, generator: torch.Generator) -> None:
     """Far from where training begins. Of saved modules the rows of every third token stay the base's."""
     for name, parameter in model.named_parameters():
@@ -90,7 +73,7 @@ def _draw(model: PeftModel, generator: torch.Generator) -> None:
 
 
 @pytest.fixture(scope="module", params=BASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PeftCase:
     folder = tmp_path_factory.mktemp(request.param)
     model_path = write_model(request.param, folder / "model")
     base = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -103,38 +86,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             folders[name] = folder / name
             trained.save_pretrained(folders[name])
             models[name] = PeftModel.from_pretrained(deepcopy(base), folders[name]).eval()
-    return Case(base, models, folders, Stock.make(model_path, folders, folder / "store"))
+    return PeftCase(
+        base, models, folders, Stock.make(model_path, folders, folder / "store"), ("both", "tokens", "saved")
+    )
 
 
-def _prompts(case: Case) -> list[tuple[list[int], str | None]]:
-    """Two sequences of some adapters, so that steps have segments of one row and of several."""
-    generator = random.Random(7)
-    adapters = (None, *case.models, "both", None, "tokens", "saved")
-    return [([generator.randrange(VOCAB_SIZE) for _ in range(generator.randint(1, 20))], each) for each in adapters]
-
-
-def _check(case: Case, rig: EngineRig) -> None:
-    requests = _prompts(case)
-    for index, (prompt, adapter) in enumerate(requests):
-        rig.submit(index, prompt, adapter, SAMPLING)
-    rig.finish()
-    rig.assert_idle()
-    for index, (prompt, adapter) in enumerate(requests):
-        output = rig.outputs[index]
-        assert (output.finish_reason, output.error) == ("length", None), adapter
-        expected = case.logprobs(prompt + output.token_ids[:-1], adapter)[len(prompt) - 1 :]
-        difference = (_logprobs(output) - expected).abs().max()
-        assert difference <= TOLERANCE, f"{adapter}: {difference}"
-
-
-def _logprobs(output: SequenceOutput) -> torch.Tensor:
-    rows = torch.empty(len(output.logprobs), VOCAB_SIZE)
-    for row, said in zip(rows, output.logprobs, strict=True):
-        row[said.top_ids] = torch.tensor(said.top_logprobs)
-    return rows
-
-
-def test_mixed_batch(case: Case) -> None:
+def test_mixed_batch(case: PeftCase) -> None:
     """In chunks, and on a pool in which adapters evict one another; kernel by kernel, and in nano-batches."""
     for name in case.models:
         apart = (case.logprobs([3, 1, 4], name) - case.logprobs([3, 1, 4], None)).abs().max()
@@ -142,15 +99,15 @@ def test_mixed_batch(case: Case) -> None:
     num_pages = 24 + max(case.stock.num_pages(30, name) for name in case.models)
     for settings in ({"num_pages": 900}, {"num_pages": num_pages, "max_tokens_per_step": 13}):
         with case.stock.engine(**settings) as rig:
-            _check(case, rig)
+            case.check(rig)
             assert (rig.engine.load().counters.num_adapter_evictions > 0) == (settings["num_pages"] == num_pages)
     with case.stock.engine(num_pages=900) as rig:
         assert isinstance(rig.engine.executor, LocalExecutor)
         runner = rig.engine.executor.runner
         runner._step = None
-        _check(case, rig)
+        case.check(rig)
         runner.nano_batches = {num_rows: 1 + num_rows // 3 for num_rows in range(2, 200)}
-        _check(case, rig)
+        case.check(rig)
 
 
 def test_other_tokens_on_the_same_pages(tmp_path: Path) -> None:
@@ -165,7 +122,7 @@ def test_other_tokens_on_the_same_pages(tmp_path: Path) -> None:
         models[name] = get_peft_model(deepcopy(base), config).eval()
         _draw(models[name], torch.Generator().manual_seed(seed))
         models[name].save_pretrained(folders[name])
-    case = Case(base, models, folders, Stock.make(model_path, folders, tmp_path / "store"))
+    case = PeftCase(base, models, folders, Stock.make(model_path, folders, tmp_path / "store"), ())
     num_pages = case.stock.num_pages(16, "version 0")
     with case.stock.engine(num_pages=num_pages) as rig:
         for index in range(9):
@@ -174,10 +131,10 @@ def test_other_tokens_on_the_same_pages(tmp_path: Path) -> None:
         assert rig.engine.load().counters.num_adapter_evictions > 0
     for index, output in rig.outputs.items():
         expected = case.logprobs([1, 3, 17, 18, 91, *output.token_ids[:-1]], f"version {index % 3}")[4:]
-        assert (_logprobs(output) - expected).abs().max() <= TOLERANCE
+        assert (logprobs_of(output) - expected).abs().max() <= TOLERANCE
 
 
-def test_bfloat16(case: Case, tmp_path: Path) -> None:
+def test_bfloat16(case: PeftCase, tmp_path: Path) -> None:
     """The first token's log-probabilities are as near those of PEFT in float32 as plain LoRA's, within a factor."""
     stock = Stock.make(case.stock.model_path, case.folders, tmp_path / "store", dtype="bfloat16")
     apart: dict[str, list[float]] = {name: [] for name in case.models}
@@ -188,20 +145,20 @@ def test_bfloat16(case: Case, tmp_path: Path) -> None:
             rig.submit(index, prompt, name, SAMPLING)
         rig.finish()
         for index, (prompt, name) in enumerate((prompt, name) for prompt in prompts for name in case.models):
-            difference = _logprobs(rig.outputs[index])[0] - case.logprobs(prompt, name)[-1]
+            difference = logprobs_of(rig.outputs[index])[0] - case.logprobs(prompt, name)[-1]
             apart[name].append(float(difference.abs().mean()))
     for name, differences in apart.items():
         assert median(differences) < 4 * median(apart["plain"]), (name, apart)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
-def test_gang(case: Case, degree: int) -> None:
+def test_gang(case: PeftCase, degree: int) -> None:
     with gang(case.stock.gang_config(num_pages=1600, degree=degree)) as (engine, _):
-        _check(case, EngineRig(engine, case.stock.refs))
+        case.check(EngineRig(engine, case.stock.refs))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_scores_of_prompts(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_prompts(case: PeftCase, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks that hold several adapters, beside sequences that decode; some rows at a time."""
     monkeypatch.setattr(prompt_scoring, "MOST_BYTES", 4 * VOCAB_SIZE * 7)
     generator, names = random.Random(5), (None, *case.models)
@@ -220,17 +177,17 @@ def test_scores_of_prompts(case: Case, device: str, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(chosen, expected, atol=TOLERANCE, rtol=0)
 
 
-def test_on_a_gpu(case: Case) -> None:
+def test_on_a_gpu(case: PeftCase) -> None:
     """Tokens are fed there, and steps of other adapters are replayed beside those that are not recorded. None waits."""
     with gpu_of_twins() as gpu, case.stock.engine(1200, device="cuda", max_tokens_per_step=40) as rig:
         gpu.tally.clear()
-        _check(case, rig)
+        case.check(rig)
         lines = {wait.line.partition(":")[0] for wait in gpu.tally.waits_of("worker")}
     assert not lines & {"kernels/model_ends.py", "workers/execution/device_rows.py", "workers/execution/runner.py"}
 
 
 @contextmanager
-def _engine(case: Case, device: str, **settings: Any) -> Iterator[EngineRig]:
+def _engine(case: PeftCase, device: str, **settings: Any) -> Iterator[EngineRig]:
     on_device = gpu_of_twins() if device == "cuda" else nullcontext()
     with on_device, case.stock.engine(1200, device=device, **settings) as rig:
         yield rig
